@@ -1,0 +1,1 @@
+"""Measure whether multi-token prediction (MTP) helps a language-model service, and why."""
