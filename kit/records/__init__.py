@@ -1,0 +1,1 @@
+"""The measured record: schema, store, metrics, statistics, provenance and comparability."""
