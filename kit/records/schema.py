@@ -71,9 +71,7 @@ class CellKey(Strict):
     @property
     def id(self) -> str:
         """A file-name-safe identifier, unique within a run."""
-        return re.sub(
-            r"[^A-Za-z0-9._+-]", "-", f"{self.experiment}.{self.arm}.{self.load.label}.r{self.repeat}"
-        )
+        return re.sub(r"[^A-Za-z0-9._+-]", "-", f"{self.experiment}.{self.arm}.{self.load.label}.r{self.repeat}")
 
 
 class Chunk(Strict):

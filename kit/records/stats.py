@@ -51,9 +51,7 @@ def estimate(values: Sequence[float | None]) -> Estimate | None:
     return Estimate(mean, mean - half, mean + half, n)
 
 
-def ratio_estimate(
-    numerator: Mapping[int, float | None], denominator: Mapping[int, float | None]
-) -> Estimate | None:
+def ratio_estimate(numerator: Mapping[int, float | None], denominator: Mapping[int, float | None]) -> Estimate | None:
     """The ratio of two arms, paired by repeat number: geometric mean and its interval.
 
     Keys are repeat numbers; only repeats known and positive in both take part. None if there are none.

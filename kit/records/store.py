@@ -45,7 +45,7 @@ def _write_durably(path: Path, data: bytes) -> None:
 class Run:
     """One run's folder. Make with :meth:`create` or :meth:`open`."""
 
-    def __init__(self, folder: Path, record: RunRecord):
+    def __init__(self, folder: Path, record: RunRecord) -> None:
         self.folder = folder
         self.record = record
 
@@ -69,13 +69,16 @@ class Run:
     def append(self, record: CellRecord, requests: Iterable[RequestRecord] = ()) -> CellRecord:
         """Append one finished cell durably and return its record as stored (with ``raw`` filled in).
 
-        Raises KitError if the cell is already there: records are immutable.
+        A cell recorded as failed may be measured again; its first record stays in the file. Raises KitError if
+        the cell is already there otherwise: records are immutable.
         """
-        if record.cell.id in self.done(any_status=True):
+        earlier = [c for c in self._all() if c.cell.id == record.cell.id]
+        if any(c.status != "failed" for c in earlier):
             raise KitError(f"cell {record.cell.id} is already recorded in {self.folder / RESULTS}")
         lines = "".join(request.model_dump_json() + "\n" for request in requests)
         if lines:
-            relative = f"raw/{record.cell.id}.jsonl.gz"
+            attempt = f".attempt{len(earlier) + 1}" if earlier else ""
+            relative = f"raw/{record.cell.id}{attempt}.jsonl.gz"
             (self.folder / "raw").mkdir(exist_ok=True)
             # mtime=0: the same lines give the same bytes.
             _write_durably(self.folder / relative, gzip.compress(lines.encode(), mtime=0))
@@ -89,7 +92,10 @@ class Run:
         return record
 
     def cells(self) -> list[CellRecord]:
-        """All recorded cells in the order they were measured."""
+        """The recorded cells in the order they were measured; of a repeated failed cell, the last record."""
+        return list({record.cell.id: record for record in self._all()}.values())
+
+    def _all(self) -> list[CellRecord]:
         path = self.folder / RESULTS
         if not path.exists():
             return []
@@ -100,9 +106,9 @@ class Run:
             found.append(_parse(CellRecord, line, f"{path}:{number}"))
         return found
 
-    def done(self, any_status: bool = False) -> set[str]:
-        """Ids of the cells that need no measuring again (with ``any_status``: of all recorded ones)."""
-        return {c.cell.id for c in self.cells() if any_status or c.status != "failed"}
+    def done(self) -> set[str]:
+        """Ids of the cells that need no measuring again: all recorded ones but the failed."""
+        return {c.cell.id for c in self.cells() if c.status != "failed"}
 
     def requests(self, record: CellRecord) -> Iterator[RequestRecord]:
         """The raw request lines of a cell. Raises KitError if the file the record names is not there."""
