@@ -1,0 +1,103 @@
+"""Which cells a run needs, in which order, and which run they belong to.
+
+The order is what makes small differences believable: all arms of a repeat are measured before the next repeat
+begins, and the arms' order and the loads' order within an arm are shuffled anew for every repeat (seeded), so
+that a drift of the machine does not fall on one arm.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kit.cards import ROOT, Experiment, ModelCard, Profile
+from kit.errors import KitError
+from kit.records.schema import CellKey, CellRecord, Load
+from kit.records.store import Run, find_runs
+
+LOCAL = ROOT / "data" / "local"
+"""Runs made on this machine (not in git)."""
+
+RECORDED = ROOT / "data" / "runs"
+"""Recorded runs: kept in git, immutable."""
+
+SEED = 20261129
+"""Default seed of a run; prompts, arrivals and the order of cells are spawned from it."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Cells measured on one started server: one arm in one repeat, over its load points."""
+
+    arm: str
+    repeat: int
+    cells: list[CellKey]
+
+
+def loads_of(experiment: Experiment, profile: Profile) -> list[Load]:
+    """The experiment's own load points, else the profile's."""
+    values = experiment.loads if experiment.loads is not None else profile.loads
+    return [Load(kind=experiment.load_kind, value=value) for value in values]
+
+
+def blocks(
+    name: str, experiment: Experiment, profile: Profile, seed: int = SEED, done: Iterable[str] = ()
+) -> list[Block]:
+    """The blocks still to be measured, arms interleaved over repeats; cells whose id is in ``done`` are left out."""
+    finished = set(done)
+    planned = []
+    for repeat in range(profile.repeats):
+        order = random.Random(f"{seed}/{name}/{repeat}")
+        arms = experiment.arm_names()
+        order.shuffle(arms)
+        for arm in arms:
+            loads = loads_of(experiment, profile)
+            order.shuffle(loads)
+            cells = [CellKey(experiment=name, arm=arm, load=load, repeat=repeat) for load in loads]
+            left = [cell for cell in cells if cell.id not in finished]
+            if left:
+                planned.append(Block(arm, repeat, left))
+    return planned
+
+
+def is_complete(run: Run, name: str, experiment: Experiment, profile: Profile) -> bool:
+    """Whether a run holds every cell the plan asks for."""
+    return not blocks(name, experiment, profile, done=run.done())
+
+
+def matching_local_run(card: ModelCard, profile: Profile, stamp: str | None, root: Path = LOCAL) -> Run | None:
+    """The newest local run that measured this card at this profile on these weights: to read, or to resume."""
+    wanted = card.model_dump(mode="json")
+    for run in find_runs([root], card.name):
+        record = run.record
+        if record.profile == profile.name and record.card == wanted and record.provenance.model_stamp == stamp:
+            return run
+    return None
+
+
+def recorded_runs(model: str, experiment: str, root: Path = RECORDED) -> list[Run]:
+    """Recorded runs of a model that hold cells of an experiment, newest first."""
+    return find_runs([root], model, experiment)
+
+
+def new_run_id(now: datetime | None = None) -> str:
+    """A run's id: its UTC start, to the second."""
+    return (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+
+
+def experiment_cells(runs: Iterable[Run], name: str) -> list[CellRecord]:
+    """All cells of an experiment in these runs."""
+    return [cell for run in runs for cell in run.cells() if cell.cell.experiment == name]
+
+
+def experiment_of(card: ModelCard, name: str) -> Experiment:
+    """The experiment of a card by name. Raises KitError listing the card's experiments."""
+    if name not in card.experiments:
+        raise KitError(
+            f"{card.name} has no experiment {name!r}; its experiments are: {', '.join(card.experiments)} "
+            f"(data/models/{card.name}.yaml)"
+        )
+    return card.experiments[name]
