@@ -145,17 +145,20 @@ def find_runs(roots: Iterable[Path], model: str, experiment: str | None = None) 
 
 def _parse(model: type[Record], text: str, where: str) -> Record:
     try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise KitError(f"{where} is not a record: it is not JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise KitError(f"{where} is not a record: it holds no JSON object")
+    version = raw.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise KitError(
+            f"{where} has schema version {version}; this kit reads version {SCHEMA_VERSION}. "
+            "Use the kit of the commit named in run.json to read it."
+        )
+    try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        try:
-            version = json.loads(text).get("schema_version", SCHEMA_VERSION)
-        except (ValueError, AttributeError):
-            raise KitError(f"{where} is not a record: the line is not a JSON object") from error
-        if version != SCHEMA_VERSION:
-            raise KitError(
-                f"{where} has schema version {version}; this kit reads version {SCHEMA_VERSION}. "
-                "Use the kit of the commit named in run.json to read it."
-            ) from error
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the record"
         raise KitError(f"{where}: {field}: {first['msg']}") from error
