@@ -68,6 +68,8 @@ class Experiment(Card):
     """One experiment: an engine, common settings, arms and load points."""
 
     engine: EngineName
+    notebook: str | None = None
+    """The notebook (notebooks/<name>.ipynb) that draws it; None: the one called as the experiment."""
     arms: dict[str, ArmCard] = Field(min_length=1)
     load_kind: Literal["closed", "open", "prefill", "trace"] = "closed"
     loads: list[float] | None = None

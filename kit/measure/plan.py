@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kit.cards import ROOT, Experiment, ModelCard, Profile
+from kit.cards import ROOT, EngineName, Experiment, ModelCard, Profile
 from kit.errors import KitError
 from kit.records.schema import CellKey, CellRecord, Load
 from kit.records.store import Run, find_runs
@@ -68,12 +68,15 @@ def is_complete(run: Run, name: str, experiment: Experiment, profile: Profile) -
     return not blocks(name, experiment, profile, done=run.done())
 
 
-def matching_local_run(card: ModelCard, profile: Profile, stamp: str | None, root: Path = LOCAL) -> Run | None:
-    """The newest local run that measured this card at this profile on these weights: to read, or to resume."""
+def matching_local_run(
+    card: ModelCard, profile: Profile, engine: EngineName, stamp: str | None, root: Path = LOCAL
+) -> Run | None:
+    """The newest local run of this card, profile, engine and these weights: to read, or to resume."""
     wanted = card.model_dump(mode="json")
     for run in find_runs([root], card.name):
         record = run.record
-        if record.profile == profile.name and record.card == wanted and record.provenance.model_stamp == stamp:
+        same = record.profile == profile.name and record.engine == engine and record.card == wanted
+        if same and record.provenance.model_stamp == stamp:
             return run
     return None
 
