@@ -55,6 +55,7 @@ _ALL = [
     Metric("cached_share", "cached prompt share", "1", "Σ cached / Σ prompt tokens", "neither"),
     Metric("goodput", "goodput", "1/s", "requests meeting every target / window", "higher"),
     Metric("attainment", "attainment", "1", "requests meeting every target / all sent", "higher"),
+    Metric("attainment_ended", "attainment of ended", "1", "the same / (all sent − cut off)", "higher"),
     Metric("client_lag_p99", "client lag p99", "s", "99th percentile of the driver's event-loop delay", "lower"),
     Metric("in_flight_mean", "requests in flight", "1", "time-weighted mean over the window, client side", "neither"),
     Metric("wall_s", "wall time", "s", "sent to last token of a single request", "lower"),
