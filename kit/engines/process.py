@@ -36,7 +36,7 @@ T = TypeVar("T")
 TAIL_LINES = 15
 MARK = "MTP_KIT_SERVER"
 """Environment variable by which a server's processes are known, whatever became of their parents."""
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(?:^|_)(?:API)?KEYS?(?:_|$)|TOKENS?(?:_|$)|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 class EngineError(KitError):

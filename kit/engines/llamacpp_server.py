@@ -1,0 +1,106 @@
+"""The llama.cpp server's own process: settings on stdin, one line out when it listens, then it serves until ended.
+
+Run by :mod:`kit.engines.llamacpp` as ``python -m kit.engines.llamacpp_server``. The server computes in threads of this
+process, so that it must not be the client's.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+
+import xllamacpp
+
+from kit.engines.llamacpp import ANNOUNCEMENT, LlamaCppSettings, default_threads
+
+
+def parameters(settings: LlamaCppSettings, slot_folder: str) -> xllamacpp.CommonParams:
+    """llama.cpp's own parameters. ``slot_folder``: without one the server refuses to empty a slot."""
+    kinds = xllamacpp.common_speculative_type
+    threads = settings.threads or default_threads()
+    p = xllamacpp.CommonParams()
+    p.model.path = str(settings.model)
+    p.model_alias = {settings.model.stem}
+    p.hostnames = ["127.0.0.1"]
+    p.port = 0
+    p.ui = False
+    p.endpoint_metrics = True
+    p.endpoint_slots = True
+    p.slot_save_path = slot_folder
+    p.n_parallel = settings.slots
+    p.n_ctx = settings.tokens_per_slot * settings.slots
+    p.kv_unified = False
+    p.n_batch = settings.batch_tokens
+    p.n_ubatch = settings.ubatch_tokens
+    p.cache_ram_mib = settings.prompt_cache_mib
+    p.cache_idle_slots = settings.prompt_cache_mib > 0
+    # The context asked for, or an error: never a smaller one that happens to fit.
+    p.fit_params = False
+    p.n_gpu_layers = 0
+    p.cpuparams.n_threads = threads
+    p.cpuparams_batch.n_threads = threads
+    p.speculative.draft.cpuparams.n_threads = threads
+    p.speculative.draft.cpuparams_batch.n_threads = threads
+    p.load_mtp = settings.mtp_drafts if settings.load_mtp is None else settings.load_mtp
+    types = []
+    if settings.ngram_drafts:
+        types.append(kinds.COMMON_SPECULATIVE_TYPE_NGRAM_MOD)
+        p.speculative.ngram_mod.n_match = settings.ngram_match
+        p.speculative.ngram_mod.n_min = settings.ngram_min
+        p.speculative.ngram_mod.n_max = settings.ngram_max
+    if settings.mtp_drafts:
+        types.append(kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP)
+        p.speculative.draft.n_max = settings.draft_width
+    if types:
+        p.speculative.types = types
+    if settings.forced_acceptance is not None:
+        p.speculative.synth_rates = list(settings.forced_acceptance)
+    return p
+
+
+def read_back(p: xllamacpp.CommonParams) -> dict[str, str | int | float | bool | None]:
+    """What the server runs with, from its parameters after loading: a value it changed shows."""
+    kinds = xllamacpp.common_speculative_type
+    types = set(p.speculative.types)
+    mtp = kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP in types
+    ngram = kinds.COMMON_SPECULATIVE_TYPE_NGRAM_MOD in types
+    forced = list(p.speculative.synth_rates)
+    lookup = p.speculative.ngram_mod
+    return {
+        "xllamacpp": xllamacpp.__version__,
+        "threads": p.cpuparams.n_threads,
+        "threads_prefill": p.cpuparams_batch.n_threads,
+        "threads_draft": p.speculative.draft.cpuparams.n_threads,
+        "batch_tokens": p.n_batch,
+        "ubatch_tokens": p.n_ubatch,
+        "prompt_cache_mib": p.cache_ram_mib,
+        "state_checkpoints": p.n_ctx_checkpoints,
+        "mtp_loaded": p.load_mtp,
+        "speculation": "+".join(name for name, on in (("mtp", mtp), ("ngram", ngram)) if on) or "none",
+        "draft_width": p.speculative.draft.n_max if mtp else 0,
+        "ngram": f"match {lookup.n_match}, draft {lookup.n_min} to {lookup.n_max}" if ngram else None,
+        "forced_acceptance": ",".join(f"{rate:g}" for rate in forced) if forced else None,
+    }
+
+
+def main() -> None:
+    """Serve until a signal ends the process."""
+    settings = LlamaCppSettings.model_validate_json(sys.stdin.read())
+    # Nothing is written into the folder: only saving a slot would.
+    with tempfile.TemporaryDirectory(prefix="mtp-kit-slots-") as folder:
+        p = parameters(settings, f"{folder}/")
+        server = xllamacpp.Server(p)
+        ready = {"address": server.listening_address, "model": settings.model.stem, "resolved": read_back(p)}
+        # llama.cpp logs to the same file from threads of its own, hence a line begun anew, in one write.
+        sys.stdout.write(f"\n{ANNOUNCEMENT}{json.dumps(ready)}\n")
+        sys.stdout.flush()
+        signal.sigwait({signal.SIGTERM, signal.SIGINT})
+        del server
+
+
+if __name__ == "__main__":
+    # Blocked before the server makes its threads, which inherit this: then the signal is sigwait's alone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    main()
