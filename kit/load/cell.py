@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from kit.errors import KitError
-from kit.load.driver import RESULT, parse_spec, read_requests, read_samples
-from kit.load.spec import DriverResult, LoadSpec
+from kit.load.files import RESULT, read_requests, read_samples
+from kit.load.spec import DriverResult, LoadSpec, parse_spec
 from kit.load.window import Measured, measure, parse_slo
 from kit.records.schema import RequestRecord, ServerSample
 

@@ -232,6 +232,7 @@ class Client:
         """Status of a request that is cancelled while under way."""
         self.warmed = 0
         self._key = key
+        self._auth = {"Authorization": f"Bearer {key}"} if key else {}
         self._path = "/v1/chat/completions" if spec.api == "chat" else "/v1/completions"
 
     def body(self, job: Job) -> dict[str, Any]:
@@ -291,7 +292,8 @@ class Client:
         async with self.session.post(
             self.spec.base_url + self._path,
             data=data,
-            headers={"Content-Type": "application/json", "Accept": "text/event-stream"},
+            headers={"Content-Type": "application/json", "Accept": "text/event-stream", **self._auth},
+            allow_redirects=False,
             trace_request_ctx=trace,
         ) as response:
             stream.http_status = response.status
@@ -345,8 +347,7 @@ class Client:
         """
 
         async def one() -> None:
-            async with self.session.get(self.spec.base_url + self._warm_path()) as response:
-                await response.read()
+            await self.get(self.spec.base_url + self._warm_path())
 
         try:
             async with asyncio.timeout(30):
@@ -359,11 +360,22 @@ class Client:
     def _warm_path(self) -> str:
         return "/v1/models" if self.spec.dialect == "openai" else "/health"
 
+    async def get(self, url: str) -> tuple[int, str]:
+        """(status, text) of a page. The key goes to the spec's own server only, and no redirect is followed."""
+        own = url.startswith(self.spec.base_url + "/")
+        async with self.session.get(url, headers=self._auth if own else {}, allow_redirects=False) as response:
+            return response.status, await response.text()
+
     async def count_tokens(self, text: str) -> int | None:
         """Tokens of a text by the server's tokenizer endpoint; None where it has none."""
         body = {"content": text, "prompt": text, "model": self.model, "add_special_tokens": False}
         try:
-            async with asyncio.timeout(30), self.session.post(self.spec.base_url + "/tokenize", json=body) as response:
+            async with (
+                asyncio.timeout(30),
+                self.session.post(
+                    self.spec.base_url + "/tokenize", json=body, headers=self._auth, allow_redirects=False
+                ) as response,
+            ):
                 if response.status != 200:
                     return None
                 value = await response.json(content_type=None)
@@ -380,13 +392,10 @@ async def connect(spec: LoadSpec) -> AsyncIterator[Client]:
     Raises KitError if the key's variable is not set, or the server does not answer.
     """
     key = read_key(spec.key_env)
-    headers = {"Accept-Encoding": "identity"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
-        headers=headers,
+        headers={"Accept-Encoding": "identity"},
         trace_configs=[_connect_trace()],
         trust_env=False,
     ) as session:
@@ -409,13 +418,11 @@ def read_key(name: str | None) -> str | None:
 async def _first_model(client: Client) -> str:
     url = client.spec.base_url + "/v1/models"
     try:
-        async with asyncio.timeout(30), client.session.get(url) as response:
-            text = await response.text()
-            if response.status != 200:
-                raise KitError(
-                    f"{url} answers HTTP {response.status}: {client.redact(_error_text(text))[:ERROR_CHARS]}"
-                )
-            return str(json.loads(text)["data"][0]["id"])
+        async with asyncio.timeout(30):
+            status, text = await client.get(url)
+        if status != 200:
+            raise KitError(f"{url} answers HTTP {status}: {client.redact(_error_text(text))[:ERROR_CHARS]}")
+        return str(json.loads(text)["data"][0]["id"])
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reason = client.redact(str(error) or type(error).__name__)
         raise KitError(f"{client.spec.base_url} does not answer: {reason}") from error

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import gzip
 import json
 import os
 import resource
@@ -43,20 +42,17 @@ from time import perf_counter_ns
 
 import aiohttp
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from kit.errors import KitError
 from kit.load import samples as metrics_page
 from kit.load import traces
 from kit.load.arrivals import generate, share
 from kit.load.client import Client, Job, Stream, connect
-from kit.load.spec import Connections, DriverResult, LoadSpec
+from kit.load.files import RESULT, WORKER, read_requests, read_samples, write_requests, write_samples
+from kit.load.spec import Connections, DriverResult, LoadSpec, parse_spec
 from kit.load.window import measure, parse_slo
 from kit.records.schema import RequestRecord, ServerSample
-
-REQUESTS = "requests.jsonl.gz"
-SAMPLES = "samples.jsonl"
-RESULT = "result.json"
 
 LAG_INTERVAL_S = 0.01
 PROGRESS_INTERVAL_S = 0.5
@@ -267,7 +263,7 @@ class Cell:
         return Job(
             request_id=-1,
             messages=traces.with_preamble(session.history(turn), opening),
-            output_tokens=turn.output_tokens or asked_length(turn),
+            output_tokens=traces.capped(turn.output_tokens or asked_length(turn), spec.workload),
             client=client,
             session=f"{session.id}.{place}",
             turn=number,
@@ -312,9 +308,9 @@ class Cell:
         values: dict[str, float | None] = {}
         for url in self.spec.metrics_urls:
             try:
-                async with asyncio.timeout(5), self.client.session.get(url) as response:
-                    text = await response.text()
-                if response.status == 200:
+                async with asyncio.timeout(5):
+                    status, text = await self.client.get(url)
+                if status == 200:
                     values.update(metrics_page.parse(text, names))
                 else:
                     self.sample_errors += 1
@@ -466,33 +462,9 @@ def summarise(spec: LoadSpec, driven: Driven, started_at: datetime, anchor: tupl
     )
 
 
-# --- files and processes --------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------------------
 
 
-def write_requests(folder: Path, requests: list[RequestRecord]) -> None:
-    """Write the raw request lines, the same bytes for the same requests."""
-    lines = "".join(request.model_dump_json() + "\n" for request in requests)
-    (folder / REQUESTS).write_bytes(gzip.compress(lines.encode(), mtime=0))
-
-
-def read_requests(folder: Path) -> Iterator[RequestRecord]:
-    """The raw request lines of a driven cell."""
-    with gzip.open(folder / REQUESTS, "rt") as handle:
-        for line in handle:
-            yield RequestRecord.model_validate_json(line)
-
-
-def write_samples(folder: Path, found: list[ServerSample]) -> None:
-    """Write the server's sampled metrics."""
-    (folder / SAMPLES).write_text("".join(sample.model_dump_json() + "\n" for sample in found))
-
-
-def read_samples(folder: Path) -> list[ServerSample]:
-    """The server's sampled metrics of a driven cell."""
-    return [ServerSample.model_validate_json(line) for line in (folder / SAMPLES).read_text().splitlines()]
-
-
-WORKER = "worker.json"
 _DRIVEN: TypeAdapter[Driven] = TypeAdapter(Driven)
 
 
@@ -598,18 +570,6 @@ def pipe_of(pipe: asyncio.StreamWriter | None) -> asyncio.StreamWriter:
     if pipe is None:
         raise RuntimeError("the process was started without a pipe")
     return pipe
-
-
-def parse_spec(text: str | bytes) -> LoadSpec:
-    """A spec from JSON. Raises KitError that names the field and what is wrong with it."""
-    try:
-        return LoadSpec.model_validate_json(text)
-    except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, e['loc'])) or 'spec'}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        ]
-        raise KitError("load spec: " + "; ".join(problems)) from error
 
 
 def emit(event: dict[str, object]) -> None:

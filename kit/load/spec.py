@@ -10,8 +10,9 @@ from datetime import datetime
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
+from kit.errors import KitError
 from kit.load.arrivals import Arrivals
 from kit.load.traces import WorkloadSpec
 from kit.load.window import parse_slo
@@ -155,6 +156,18 @@ class DriverResult(Strict):
     connections: Connections | None = None
     sample_errors: int = 0
     """Polls of the server's metrics that gave nothing."""
+
+
+def parse_spec(text: str | bytes) -> LoadSpec:
+    """A spec from JSON. Raises KitError that names the field and what is wrong with it."""
+    try:
+        return LoadSpec.model_validate_json(text)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, e['loc'])) or 'spec'}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        ]
+        raise KitError("load spec: " + "; ".join(problems)) from error
 
 
 def check_url(url: str) -> str:

@@ -63,6 +63,9 @@ SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt"
                   "assistant": "assistant", "bing": "assistant", "bard": "assistant", "system": "system",
                   "tool": "tool"}  # fmt: skip
 
+KINDS_BY_NAME = ("messages", "sharegpt", "mooncake")
+"""Formats of trace files."""
+
 # Short common words: about one token each in the usual vocabularies.
 WORDS = (
     "the of and to in is that it for was on are as with his they at be this from have or by one had not but what "
@@ -84,6 +87,8 @@ class WorkloadSpec(Strict):
     """Output length of every turn; without it the recorded ones (synthetic needs it)."""
     turns: int = Field(default=1, gt=0)
     """synthetic: turns a session."""
+    max_output_tokens: int | None = Field(default=None, gt=0)
+    """Cap on recorded output lengths."""
     max_sessions: int | None = Field(default=None, gt=0)
     """Use the first this many sessions of the file only."""
     max_turns: int | None = Field(default=None, gt=0)
@@ -250,6 +255,31 @@ def _limit(session: Session, spec: WorkloadSpec) -> tuple[Turn, ...]:
             kept.append(turn)
         turns = kept
     return tuple(Turn(t.upto, spec.output_tokens or t.output_tokens, t.answer) for t in turns)
+
+
+def capped(output_tokens: int, spec: WorkloadSpec) -> int:
+    """An output length within the spec's cap."""
+    return min(output_tokens, spec.max_output_tokens or output_tokens)
+
+
+def kind_of(path: Path) -> str:
+    """A trace file's format, by its content. Raises KitError if it is none of the known ones."""
+    if not path.is_file():
+        raise KitError(f"trace {path} is not a file")
+    text = _text(path.read_bytes(), path).lstrip()
+    if text.startswith("["):
+        return "sharegpt"
+    try:
+        first = json.loads(text.split("\n", 1)[0])
+    except ValueError:
+        first = None
+    if isinstance(first, dict) and "messages" in first:
+        return "messages"
+    if isinstance(first, dict) and "hash_ids" in first:
+        return "mooncake"
+    raise KitError(
+        f"{path}: the format is not clear from the first line; expected messages JSONL, ShareGPT JSON or Mooncake JSONL"
+    )
 
 
 def _text(data: bytes, path: Path) -> str:
