@@ -1,0 +1,5 @@
+"""From notebooks to a report: papermill runs them, nbconvert renders them, one page holds them, a browser prints it."""
+
+from kit.report.build import build
+
+__all__ = ["build"]

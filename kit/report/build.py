@@ -1,0 +1,76 @@
+"""Build a model's report: run its notebooks, render them into one page, print that page.
+
+reports/<model>/index.html     the page, self-contained
+reports/<model>/<notebook>.ipynb  each executed notebook
+reports/<model>/index.pdf      the page as a PDF, where a printer was found
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kit.cards import ROOT, load_card
+from kit.errors import KitError
+from kit.report.execute import check_parameters, execute
+from kit.report.page import render
+
+NOTEBOOKS = ROOT / "notebooks"
+
+
+def build(
+    model: str,
+    notebooks: Sequence[str | Path],
+    params: Mapping[str, object] | None = None,
+    out_dir: Path | None = None,
+    pdf: bool = False,
+    title: str | None = None,
+) -> Path:
+    """Run the notebooks (names in ``notebooks/`` or paths) in order and return the path of ``index.html``.
+
+    ``params`` go to the notebooks that have them; MODEL is set to ``model``. ``out_dir`` defaults to
+    ``reports/<model>``. The page replaces an older one only when all notebooks have run. If ``pdf`` is asked for and
+    no printer is found, the page is kept and a line on stderr says how to get one.
+
+    Raises KitError for an unknown notebook or parameter, or a cell that failed.
+    """
+    if not notebooks:
+        raise KitError("a report needs at least one notebook")
+    paths = [_find(notebook) for notebook in notebooks]
+    out = out_dir or ROOT / "reports" / model
+    given = check_parameters(
+        paths, {**(params or {}), "MODEL": model} if _any_takes_model(paths) else dict(params or {})
+    )
+    executed = [execute(path, out / path.name, given[path]) for path in paths]
+    page = out / "index.html"
+    partial = out / "index.partial.html"
+    partial.write_text(render(executed, title or _title(model), model), encoding="utf-8")
+    os.replace(partial, page)
+    if pdf:
+        from kit.report.pdf import print_pdf
+
+        try:
+            print_pdf(page, out / "index.pdf")
+        except KitError as error:
+            print(error, file=sys.stderr)
+    return page
+
+
+def _find(notebook: str | Path) -> Path:
+    path = Path(notebook)
+    return path if path.suffix == ".ipynb" else NOTEBOOKS / f"{path}.ipynb"
+
+
+def _any_takes_model(paths: Sequence[Path]) -> bool:
+    from kit.report.execute import parameters_of
+
+    return any("MODEL" in parameters_of(path) for path in paths)
+
+
+def _title(model: str) -> str:
+    try:
+        return load_card(model).title
+    except KitError:
+        return model

@@ -1,0 +1,213 @@
+"""What the notebooks call: ask for records, show figures and text made from them. The notebooks hold no logic.
+
+    from kit.report import notebook as nb
+    evidence = nb.records(MODEL, "concurrency", PROFILE, MEASURE)
+    nb.show(throughput, evidence.sweep())
+
+Everything shown is HTML with all texts of records and models escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kit.cards import ROOT
+from kit.figures.figure import Figure, NotRecorded, listed, table_html
+from kit.figures.sweep import AGAIN, Sweep, from_cells
+from kit.records.metrics import METRICS
+from kit.records.schema import CellRecord, RunRecord
+from kit.records.store import RESULTS, Run
+from kit.report import limits as _limits
+from kit.report import method as _method
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The records of one experiment of one model, as :func:`records` found them."""
+
+    experiment: str
+    runs: Sequence[Run]
+
+    @cached_property
+    def cells(self) -> list[CellRecord]:
+        """All cells of the experiment, in the order measured."""
+        return [cell for run in self.runs for cell in run.cells() if cell.cell.experiment == self.experiment]
+
+    @property
+    def run_records(self) -> list[RunRecord]:
+        """``run.json`` of each run."""
+        return [run.record for run in self.runs]
+
+    @cached_property
+    def baseline(self) -> str | None:
+        """The arm the card names as the baseline of this experiment."""
+        for run in self.runs:
+            card = run.record.card.get("experiments", {}).get(self.experiment, {})
+            if isinstance(card, dict) and card.get("baseline"):
+                return str(card["baseline"])
+        return None
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """Labels of whole runs: stand-in, recorded elsewhere, notes."""
+        found: list[str] = []
+        for run in self.runs:
+            record = run.record
+            if record.stand_in:
+                found.append("stand-in model")
+            if "runs" in run.folder.parts[-3:-1]:
+                gpus = [g.name for g in record.provenance.gpus]
+                where = ", ".join(f"{gpus.count(g)} × {g}" for g in dict.fromkeys(gpus)) or record.provenance.cpu or ""
+                found.append(f"recorded {record.created_at:%Y-%m-%d}" + (f" on {where}" if where else ""))
+            found.extend(record.notes)
+        return list(dict.fromkeys(found))
+
+    def sweep(self, arms: Sequence[str] | None = None, baseline: str | None = None) -> Sweep:
+        """The cells arranged for drawing. Raises KitError if the arms must not share a chart."""
+        lines = {}
+        for run in self.runs:
+            file = _shown(run.folder / RESULTS)
+            for number, cell in enumerate(run.cells(), 1):
+                lines[(run.record.run_id, cell.cell.id)] = (file, number)
+        commits = {r.run_id: (r.provenance.commit, r.provenance.dirty) for r in self.run_records}
+        return from_cells(self.cells, baseline or self.baseline, lines, commits, self.labels, arms)
+
+    @cached_property
+    def identical(self) -> list[tuple[str, int, int]]:
+        """(arm, outputs equal to the baseline's, outputs compared), from the raw request lines."""
+        pairs = (
+            (cell.cell.arm, request)
+            for run in self.runs
+            for cell in run.cells()
+            if cell.cell.experiment == self.experiment and cell.raw and (run.folder / cell.raw).is_file()
+            for request in run.requests(cell)
+        )
+        return _method.identical(_method.outputs_by_arm(pairs), self.baseline or "baseline")
+
+
+def records(
+    model: str,
+    experiment: str,
+    profile: str = "quick",
+    measure: str = "auto",
+    weights: str | None = None,
+    base_url: str | None = None,
+) -> Evidence:
+    """Records of an experiment: read if there are any, measured first if not (``measure``: auto, always, never).
+
+    Raises KitError where there are none and none can be measured, with what is missing.
+    """
+    from kit.measure import ensure
+
+    return Evidence(
+        experiment, ensure(model, experiment, profile=profile, measure=measure, weights=weights, base_url=base_url)
+    )
+
+
+def show(figure: Callable[..., Figure], *args: Any, **kwargs: Any) -> None:
+    """Draw and display a figure; where the quantity was not recorded, a line says so instead."""
+    try:
+        made = figure(*args, **kwargs)
+    except NotRecorded as error:
+        _display(f'<p class="missing">Not drawn: {escape(str(error))}.</p>')
+        return
+    html, metadata = made._repr_html_()
+    _display(html, metadata)
+
+
+def answer(sweep: Sweep, metric: str = "output_tps") -> None:
+    """For each arm, where it is better than the baseline, where worse, and where the noise hides any difference."""
+    _display("".join(f"<p>{escape(text)}</p>" for text in verdicts(sweep, metric)))
+
+
+def verdicts(sweep: Sweep, metric: str = "output_tps") -> list[str]:
+    """The sentences of :func:`answer`."""
+    base = sweep.label(sweep.baseline or "the baseline")
+    words = {"higher": ("more", "less"), "lower": ("higher", "lower"), "neither": ("higher", "lower")}
+    more, less = words[METRICS[metric].better]
+    said = []
+    for arm in sweep.others():
+        effects = [e for load in sweep.loads if (e := sweep.effect(metric, arm, load)) is not None]
+        by_verdict = {
+            v: [f"{e.load:g}" for e in effects if e.verdict == v] for v in ("above", "below", "noise", "unknown")
+        }
+        parts = []
+        for verdict, text in (
+            ("above", f"{more} {METRICS[metric].title} than {base}"),
+            ("below", f"{less}"),
+            ("noise", "no difference larger than the noise"),
+            ("unknown", "a difference whose noise is unknown (too few repeats)"),
+        ):
+            if by_verdict[verdict]:
+                if verdict == "below" and not by_verdict["above"]:
+                    text = f"{less} {METRICS[metric].title} than {base}"
+                parts.append(f"{text} at {sweep.load_letter}\u00a0=\u00a0{listed(by_verdict[verdict])}")
+        if parts:
+            said.append(f"{sweep.label(arm)}: {'; '.join(parts)}.")
+    return said
+
+
+def server_table(evidence: Evidence, sweep: Sweep) -> None:
+    """The server's own figures, mean over repeats by load and arm: what it did, beside what clients saw."""
+    good = [
+        c for c in evidence.cells if c.status == "ok" and c.cell.arm in sweep.arms and not c.cell.arm.endswith(AGAIN)
+    ]
+    tags = list(dict.fromkeys(tag for c in good for tag, value in c.server.items() if value is not None))
+    if not tags:
+        _display('<p class="missing">The server told nothing of itself in this experiment.</p>')
+        return
+    rows = []
+    for load in sweep.loads:
+        for arm in sweep.arms:
+            mine = [c for c in good if c.cell.arm == arm and c.cell.load.value == load]
+            if not mine:
+                continue
+            row: dict[str, object] = {"arm": sweep.label(arm), sweep.load_letter: f"{load:g}"}
+            for tag in tags:
+                known = [v for c in mine if (v := c.server.get(tag)) is not None]
+                row[tag.replace("_", " ")] = sum(known) / len(known) if known else None
+            rows.append(row)
+    _display(table_html(pd.DataFrame(rows), "The server's own figures, mean of the repeats"))
+
+
+def method(evidence: Evidence, metrics: Sequence[str] = ("output_tps", "ttft_p50")) -> None:
+    """The method table."""
+    rows = _method.method(evidence.run_records, evidence.cells, metrics, evidence.identical)
+    _display(_method.method_html(rows))
+
+
+def limits(evidence: Evidence) -> None:
+    """The section "What this does not show"."""
+    said = _limits.limits(evidence.run_records, evidence.cells, evidence.identical)
+    _display(_limits.limits_html(said))
+
+
+def table(frame: pd.DataFrame, caption: str | None = None) -> None:
+    """A table, escaped."""
+    _display(table_html(frame, caption))
+
+
+def paragraphs(texts: Sequence[str]) -> None:
+    """Plain paragraphs, escaped."""
+    _display("".join(f"<p>{escape(text)}</p>" for text in texts))
+
+
+def _shown(path: Path) -> str:
+    """The path within the checkout; of a folder elsewhere only its last parts (no home directory in a report)."""
+    try:
+        return str(path.resolve().relative_to(ROOT))
+    except ValueError:
+        return "/".join(path.parts[-3:])
+
+
+def _display(html: str, metadata: dict | None = None) -> None:
+    from IPython.display import display
+
+    display({"text/html": html, "text/plain": ""}, raw=True, metadata={"text/html": metadata} if metadata else None)
