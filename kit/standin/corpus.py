@@ -467,14 +467,19 @@ def sessions(files: Iterable[SourceFile], per_function: int, seed: int = 0) -> I
 
 
 def held_out_sessions(count: int, sources: Sequence[str] = SOURCES, seed: int = 1) -> list[Session]:
-    """`count` sessions of held-out files, spread over the sources: a load workload and the evaluation set."""
+    """`count` sessions of held-out files, spread over the sources: a load workload and the evaluation set.
+
+    Only sessions of some size: three requests or more, and at least 3,200 characters (about 850 tokens) in all.
+    """
     files = [p for n, t in source_files(sources) if is_held_out(n) and (p := parse(n, t)) is not None]
     rng = random.Random(seed)
     out: list[Session] = []
     while len(out) < count:
         file = rng.choice(files)
         session = write_session(file, rng.randrange(len(file.functions)), seed)
-        if session is not None and len(list(session.turns())) >= 3:
+        if session is None or sum(len(m.content) for m in session.messages) < 3200:
+            continue
+        if len(list(session.turns())) >= 3:
             out.append(session)
     return out
 
@@ -548,14 +553,34 @@ def pack(ids: Iterable[Sequence[int]], path: Path) -> int:
     return total
 
 
+def write_held_out(out: Path, trace: Path, tokenizer, sources: Sequence[str]) -> dict:  # noqa: ANN001
+    """Write the replay trace and, from other sessions, the evaluation requests. Returns their statistics."""
+    import numpy as np
+
+    chosen = held_out_sessions(400, sources)
+    write_trace(trace, chosen[:200])
+    rows = []
+    for s in chosen[200:]:
+        for history, said in s.turns():
+            prompt = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in history)
+            prompt += "<|im_start|>assistant\n"
+            rows.append({"prompt": tokenizer.encode(prompt).ids, "output": tokenizer.encode(said + "<|im_end|>\n").ids})
+    with gzip.open(out / "heldout.jsonl.gz", "wt") as f:
+        for row in rows:
+            f.write(json.dumps(row) + "\n")
+    stats: dict = {"held_out_requests": len(rows)}
+    for key in ("prompt", "output"):
+        quantiles = np.quantile([len(r[key]) for r in rows], [0, 0.1, 0.5, 0.9, 1])
+        stats[f"{key}_tokens_quantiles"] = quantiles.tolist()
+    return stats
+
+
 def build(out: Path, trace: Path, tokenizer_dir: Path, sources: Sequence[str], max_tokens: int, seed: int) -> dict:
     """Write the training stream, the evaluation sessions, the tokenizer and the trace.
 
     The stream is a shuffle of sessions (three for each function) and plain source files (one token in eight or so: they
     keep the model writing Python where there is nothing to copy).
     """
-    import numpy as np
-
     rng = random.Random(seed)
     files: list[SourceFile] = []
     for name, text in source_files(sources):
@@ -595,31 +620,9 @@ def build(out: Path, trace: Path, tokenizer_dir: Path, sources: Sequence[str], m
                     return
 
     train_tokens = pack(batches(), out / "train.u16.xz")
-    chosen = held_out_sessions(400, sources)
-    rows = []
-    for s in chosen[200:]:  # the trace uses the first 200
-        prefix = ""
-        for m in s.messages:
-            head = f"<|im_start|>{m.role}\n"
-            if m.role == "assistant":
-                rows.append(
-                    {
-                        "prompt": tokenizer.encode(prefix + head).ids,
-                        "output": tokenizer.encode(m.content + "<|im_end|>\n").ids,
-                    }
-                )
-            prefix += head + m.content + "<|im_end|>\n"
-    with gzip.open(out / "heldout.jsonl.gz", "wt") as f:
-        for row in rows:
-            f.write(json.dumps(row) + "\n")
-    write_trace(trace, chosen[:200])
-    lengths = [len(r["prompt"]) for r in rows], [len(r["output"]) for r in rows]
-    stats = {
+    stats = write_held_out(out, trace, tokenizer, sources) | {
         "train_tokens": train_tokens,
         "training_files": len(files),
-        "held_out_requests": len(rows),
-        "prompt_tokens_quantiles": np.quantile(lengths[0], [0, 0.1, 0.5, 0.9, 1]).tolist(),
-        "output_tokens_quantiles": np.quantile(lengths[1], [0, 0.1, 0.5, 0.9, 1]).tolist(),
         "seed": seed,
         "sources": list(sources),
     }
@@ -635,8 +638,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--tokenizer", type=Path, required=True, help="folder for the tokenizer files")
     p.add_argument("--sources", nargs="+", default=list(SOURCES))
     p.add_argument("--max-tokens", type=int, default=100_000_000)
+    p.add_argument("--held-out-only", action="store_true", help="keep stream and tokenizer; write trace and requests")
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args(argv)
+    if a.held_out_only:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(a.tokenizer / "tokenizer.json"))
+        stats = json.loads((a.out / "corpus.json").read_text())
+        stats |= write_held_out(a.out, a.trace, tokenizer, a.sources)
+        (a.out / "corpus.json").write_text(json.dumps(stats, indent=1) + "\n")
+        print(json.dumps(stats, indent=1))
+        return
     print(json.dumps(build(a.out, a.trace, a.tokenizer, a.sources, a.max_tokens, a.seed), indent=1))
 
 
