@@ -14,10 +14,16 @@ What was found out about this server (xllamacpp 2026.10.11549), and holds for wh
 * **Per request** the server tells tokens drafted and accepted (absent from ``timings`` if nothing was drafted), not
   the number of verify steps. That is in ``/metrics`` only, for the whole server.
 * **Prefix cache.** A slot keeps its last sequence. This architecture's recurrent state cannot be cut at any position,
-  so reuse ends at a checkpoint: the server takes one 4 tokens and one ``4 + ubatch`` tokens before a prompt's end, and a
-  session whose history is what the client recorded (not what was generated) gets its earlier turn's prompt, less
-  those 4 tokens, from the cache. Without ``id_slot`` the free slot with the longest common prefix is taken (at least a
-  tenth of the prompt), which may be another session's if sessions share a long system prompt; ``id_slot`` pins it.
+  so reuse ends at a checkpoint: the server takes one 4 tokens and one ``4 + ubatch`` tokens before a prompt's end. So a
+  session whose history is what the client recorded (not what was generated) gets its earlier turn's prompt, less 4
+  tokens, from the cache. That needs ``id_slot`` in the request: without it the free slot with the longest common prefix
+  is taken (above a tenth of the prompt), so sessions that share a system prompt evict each other's, even beside an
+  empty slot. A request for a busy slot waits for it.
+* **N-gram lookup.** Of llama.cpp's several, ``ngram-simple`` looks into the request's own context only. ``ngram-mod``
+  and ``ngram-cache`` remember other requests, which no flush empties: later cells would profit from earlier ones.
+* **Ends.** Prompts over a slot's context are refused with HTTP 400; a context that fills up ends with
+  ``finish_reason`` "length" and fewer tokens than asked for.
+* **Lossless.** Greedy output of all arms was equal to the last byte in float32, also from weights without margins.
 * **Host prompt cache.** By default the server also copies idle slots' states to a cache in RAM, on the thread that
   decodes. Off here (:attr:`LlamaCppSettings.prompt_cache_mib`), since it takes time from the arms by chance.
 * A speculation that cannot be set up is only logged, and the server serves without it: :func:`start` reads back
@@ -90,12 +96,10 @@ class LlamaCppSettings(BaseModel):
     """Tokens computed at once."""
     prompt_cache_mib: int = Field(default=0, ge=0)
     """Host memory for states of slots that were given to other sessions."""
-    ngram_match: int = Field(default=24, ge=1, le=64)
-    """Tokens that must match for the n-gram lookup to draft."""
-    ngram_min: int = Field(default=48, ge=0)
-    """The lookup drafts at least so many tokens, or none."""
-    ngram_max: int = Field(default=64, ge=1)
-    """The lookup drafts at most so many tokens."""
+    ngram_match: int = Field(default=8, ge=1, le=256)
+    """Tokens at the end of the context that must have occurred in it before for the n-gram lookup to draft."""
+    ngram_max: int = Field(default=8, ge=1, le=256)
+    """The lookup drafts at most so many tokens, namely those that followed last time; and at least ``ngram_match``."""
     forced_acceptance: tuple[float, ...] | None = None
     """Benchmarking only: the share of drafts accepted up to each position, whatever the model says; one number per
     position, never rising. The text is then not the model's. May be given as a string, ``0.75,0.6``."""
@@ -115,8 +119,8 @@ class LlamaCppSettings(BaseModel):
             raise ValueError(f"draft_width is the MTP block's, and speculation {self.speculation!r} does not use it")
         if self.mtp_drafts and self.load_mtp is False:
             raise ValueError(f"speculation {self.speculation!r} needs the MTP block, but load_mtp is false")
-        if self.ngram_min > self.ngram_max:
-            raise ValueError(f"ngram_min {self.ngram_min} is above ngram_max {self.ngram_max}")
+        if self.ngram_match > self.ngram_max:
+            raise ValueError(f"with ngram_match {self.ngram_match} above ngram_max {self.ngram_max} nothing is drafted")
         if self.ubatch_tokens > self.batch_tokens:
             raise ValueError(f"ubatch_tokens {self.ubatch_tokens} is above batch_tokens {self.batch_tokens}")
         rates = self.forced_acceptance

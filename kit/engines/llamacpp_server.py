@@ -46,10 +46,9 @@ def parameters(settings: LlamaCppSettings, slot_folder: str) -> xllamacpp.Common
     p.load_mtp = settings.mtp_drafts if settings.load_mtp is None else settings.load_mtp
     types = []
     if settings.ngram_drafts:
-        types.append(kinds.COMMON_SPECULATIVE_TYPE_NGRAM_MOD)
-        p.speculative.ngram_mod.n_match = settings.ngram_match
-        p.speculative.ngram_mod.n_min = settings.ngram_min
-        p.speculative.ngram_mod.n_max = settings.ngram_max
+        types.append(kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE)
+        p.speculative.ngram_simple.size_n = settings.ngram_match
+        p.speculative.ngram_simple.size_m = settings.ngram_max
     if settings.mtp_drafts:
         types.append(kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP)
         p.speculative.draft.n_max = settings.draft_width
@@ -65,9 +64,9 @@ def read_back(p: xllamacpp.CommonParams) -> dict[str, str | int | float | bool |
     kinds = xllamacpp.common_speculative_type
     types = set(p.speculative.types)
     mtp = kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP in types
-    ngram = kinds.COMMON_SPECULATIVE_TYPE_NGRAM_MOD in types
+    ngram = kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE in types
     forced = list(p.speculative.synth_rates)
-    lookup = p.speculative.ngram_mod
+    lookup = p.speculative.ngram_simple
     return {
         "xllamacpp": xllamacpp.__version__,
         "threads": p.cpuparams.n_threads,
@@ -80,27 +79,32 @@ def read_back(p: xllamacpp.CommonParams) -> dict[str, str | int | float | bool |
         "mtp_loaded": p.load_mtp,
         "speculation": "+".join(name for name, on in (("mtp", mtp), ("ngram", ngram)) if on) or "none",
         "draft_width": p.speculative.draft.n_max if mtp else 0,
-        "ngram": f"match {lookup.n_match}, draft {lookup.n_min} to {lookup.n_max}" if ngram else None,
+        "ngram_match": lookup.size_n if ngram else None,
+        "ngram_max": lookup.size_m if ngram else None,
         "forced_acceptance": ",".join(f"{rate:g}" for rate in forced) if forced else None,
     }
 
 
-def main() -> None:
-    """Serve until a signal ends the process."""
+def main() -> int:
+    """Serve until a signal ends the process. Status 1 if the server cannot start: llama.cpp has then logged why."""
     settings = LlamaCppSettings.model_validate_json(sys.stdin.read())
     # Nothing is written into the folder: only saving a slot would.
     with tempfile.TemporaryDirectory(prefix="mtp-kit-slots-") as folder:
         p = parameters(settings, f"{folder}/")
-        server = xllamacpp.Server(p)
+        try:
+            server = xllamacpp.Server(p)
+        except RuntimeError:
+            return 1
         ready = {"address": server.listening_address, "model": settings.model.stem, "resolved": read_back(p)}
         # llama.cpp logs to the same file from threads of its own, hence a line begun anew, in one write.
         sys.stdout.write(f"\n{ANNOUNCEMENT}{json.dumps(ready)}\n")
         sys.stdout.flush()
         signal.sigwait({signal.SIGTERM, signal.SIGINT})
         del server
+    return 0
 
 
 if __name__ == "__main__":
     # Blocked before the server makes its threads, which inherit this: then the signal is sigwait's alone.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    main()
+    sys.exit(main())
