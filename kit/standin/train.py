@@ -462,6 +462,8 @@ def train(a: argparse.Namespace, s: M.Shape) -> dict:
         say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if not (a.tokenizer / "tokenizer.json").is_file():
         raise KitError(f"no tokenizer.json in {a.tokenizer}; kit.standin.corpus writes one")
+    if a.eval_tokens < 16:
+        raise KitError(f"--eval-tokens {a.eval_tokens} is too few to count drafts of width 4; give at least 16")
     tokens = read_tokens(a.corpus / "train.u16.xz")
     batches = Batches(tokens, a.rows, a.length, a.seed, a.device)
     say(f"{len(tokens) / 1e6:.1f} M tokens, {batches.per_epoch} steps an epoch of {a.rows} × {a.length}")
