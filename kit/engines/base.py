@@ -130,12 +130,18 @@ def request(
             return answer.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
         with error:
-            said = error.read(2000).decode(errors="replace").strip()
+            said = _without_key(error.read(2000).decode(errors="replace").strip(), sent)
         raise HttpError(f"{method} {url}: HTTP {error.code}{': ' + said[:300] if said else ''}", error.code) from error
     except urllib.error.URLError as error:
         raise HttpError(f"{method} {url}: {error.reason}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise HttpError(f"{method} {url}: {error or type(error).__name__}") from error
+
+
+def _without_key(text: str, headers: Mapping[str, str]) -> str:
+    """A server's words without the key: some repeat it when they refuse it."""
+    key = headers.get("Authorization", "").removeprefix("Bearer ")
+    return text.replace(key, "***") if key else text
 
 
 def request_json(

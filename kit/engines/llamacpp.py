@@ -23,7 +23,9 @@ What was found out about this server (xllamacpp 2026.10.11549), and holds for wh
   and ``ngram-cache`` remember other requests, which no flush empties: later cells would profit from earlier ones.
 * **Ends.** Prompts over a slot's context are refused with HTTP 400; a context that fills up ends with
   ``finish_reason`` "length" and fewer tokens than asked for.
-* **Lossless.** Greedy output of all arms was equal to the last byte in float32, also from weights without margins.
+* **Lossless.** Greedy output of all arms, alone and four at once, was equal to the last byte with float32 and Q8_0
+  weights, also random ones without margins. With bf16 weights it follows the batch: some outputs differ between one
+  request and four at once even without speculation, and so between arms.
 * **Host prompt cache.** By default the server also copies idle slots' states to a cache in RAM, on the thread that
   decodes. Off here (:attr:`LlamaCppSettings.prompt_cache_mib`), since it takes time from the arms by chance.
 * A speculation that cannot be set up is only logged, and the server serves without it: :func:`start` reads back
@@ -38,6 +40,7 @@ import math
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -212,12 +215,20 @@ def start(settings: LlamaCppSettings, log_dir: Path, ready_deadline_s: float = R
         raise
 
 
-def flush(server: Server) -> None:
-    """Empty every slot's prefix cache. Raises EngineError if a request is still running in one."""
-    for slot in request_json("GET", f"{server.base_url}/slots", headers=server.headers()):
-        if slot.get("is_processing"):
-            raise EngineError(f"slot {slot['id']} of {server.base_url} still serves a request; flush when it is idle")
-        request("POST", f"{server.base_url}/slots/{slot['id']}?action=erase", headers=server.headers(), timeout_s=30)
+def flush(server: Server, wait_s: float = 10.0) -> None:
+    """Empty every slot's prefix cache, waiting for requests that are being cancelled to end.
+
+    Raises EngineError if a slot still serves a request after ``wait_s`` seconds, or if the server empties no slots
+    (it must have been started with a folder for saved slots).
+    """
+    url, headers = f"{server.base_url}/slots", server.headers()
+    deadline = time.monotonic() + wait_s
+    while any(slot["is_processing"] for slot in request_json("GET", url, headers=headers)):
+        if time.monotonic() > deadline:
+            raise EngineError(f"the server at {server.base_url} still serves a request; its cache was not emptied")
+        time.sleep(0.05)
+    for slot in request_json("GET", url, headers=headers):
+        request("POST", f"{url}/{slot['id']}?action=erase", headers=headers, timeout_s=30)
 
 
 def _threads(settings: LlamaCppSettings) -> int:

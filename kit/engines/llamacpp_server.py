@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import tempfile
 
 import xllamacpp
 
 from kit.engines.llamacpp import ANNOUNCEMENT, LlamaCppSettings, default_threads
 
+NO_FOLDER = "/nonexistent/"
+"""Where slots are saved: the server empties a slot only if such a folder is named, and nothing is to be saved."""
 
-def parameters(settings: LlamaCppSettings, slot_folder: str) -> xllamacpp.CommonParams:
-    """llama.cpp's own parameters. ``slot_folder``: without one the server refuses to empty a slot."""
+
+def parameters(settings: LlamaCppSettings) -> xllamacpp.CommonParams:
+    """llama.cpp's own parameters for these settings."""
     kinds = xllamacpp.common_speculative_type
     threads = settings.threads or default_threads()
     p = xllamacpp.CommonParams()
@@ -28,7 +30,7 @@ def parameters(settings: LlamaCppSettings, slot_folder: str) -> xllamacpp.Common
     p.ui = False
     p.endpoint_metrics = True
     p.endpoint_slots = True
-    p.slot_save_path = slot_folder
+    p.slot_save_path = NO_FOLDER
     p.n_parallel = settings.slots
     p.n_ctx = settings.tokens_per_slot * settings.slots
     p.kv_unified = False
@@ -88,23 +90,19 @@ def read_back(p: xllamacpp.CommonParams) -> dict[str, str | int | float | bool |
 def main() -> int:
     """Serve until a signal ends the process. Status 1 if the server cannot start: llama.cpp has then logged why."""
     settings = LlamaCppSettings.model_validate_json(sys.stdin.read())
-    # Nothing is written into the folder: only saving a slot would.
-    with tempfile.TemporaryDirectory(prefix="mtp-kit-slots-") as folder:
-        p = parameters(settings, f"{folder}/")
-        try:
-            server = xllamacpp.Server(p)
-        except RuntimeError:
-            return 1
-        ready = {"address": server.listening_address, "model": settings.model.stem, "resolved": read_back(p)}
-        # llama.cpp logs to the same file from threads of its own, hence a line begun anew, in one write.
-        sys.stdout.write(f"\n{ANNOUNCEMENT}{json.dumps(ready)}\n")
-        sys.stdout.flush()
-        signal.sigwait({signal.SIGTERM, signal.SIGINT})
-        del server
-    return 0
+    p = parameters(settings)
+    try:
+        server = xllamacpp.Server(p)
+    except RuntimeError:
+        return 1
+    ready = {"address": server.listening_address, "model": settings.model.stem, "resolved": read_back(p)}
+    # llama.cpp logs to the same file from threads of its own, hence a line begun anew, in one write.
+    sys.stdout.write(f"\n{ANNOUNCEMENT}{json.dumps(ready)}\n")
+    sys.stdout.flush()
+    # SIGTERM keeps its default and ends the process at once: an orderly end would wait for running requests.
+    while True:
+        signal.pause()
 
 
 if __name__ == "__main__":
-    # Blocked before the server makes its threads, which inherit this: then the signal is sigwait's alone.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     sys.exit(main())
