@@ -3,15 +3,15 @@
 `Generator`, `Job`, the page table, the CPU and disk tiers and the cache classes are ExLlamaV3's own. Replaced are the
 compiled extension (the few functions the scheduler calls are given in torch) and the two models:
 
-* the *target* keeps a chain: h[t] = step(h[t-1], token[t]). Its cache rows hold (h, token), its hidden state is h, and the
-  next token is a function of h;
-* the *MTP head* writes (h[t-1], token[t]) rows and a sum over all rows before it, so a pass that ran too late, too early,
-  twice, with another chunking or over somebody else's page leaves different bytes. It drafts the right token only while
-  its rows form an unbroken chain, so a stale draft cache costs acceptance and nothing else, as in reality.
+* the *target* keeps a chain: h[t] = step(h[t-1], token[t]). Its cache rows hold (h, token), its hidden state is h, and
+  the next token is a function of h;
+* the *MTP head* writes (h[t-1], token[t]) rows and a sum over all rows before it, so a pass that ran too late, too
+  early, twice, with another chunking or over somebody else's page leaves different bytes. It drafts the right token
+  only while its rows form an unbroken chain, so a stale draft cache costs acceptance and nothing else, as in reality.
 
-`Engine.trace` is the digest of the draft cache at every moment somebody looks at it: drafting, a pass after acceptance, a
-page copy, a store to the CPU tier, a page released or exchanged, and the clock of the first token. A deferred run must
-leave the trace of a stock run.
+`Engine.trace` is the digest of the draft cache at every moment somebody looks at it: drafting, a pass after acceptance,
+a page copy, a store to the CPU tier, a page released or exchanged, and the clock of the first token. A deferred run
+must leave the trace of a stock run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +36,7 @@ MODULUS = 2039  # integers below 2048 are exact in fp16
 WIDTH = 8
 
 
-# ------------------------------------------------------------------------------------------------ the compiled extension
+# ----------------------------------------------------------------------------------------------- the compiled extension
 
 
 def count_match_tensor(a, b, max_a):
@@ -176,7 +175,7 @@ def _without_pinning(function):
     return unpinned
 
 
-# ------------------------------------------------------------------------------------------------------------ the models
+# ----------------------------------------------------------------------------------------------------------- the models
 
 
 def step(h: int, token: int) -> int:
@@ -198,7 +197,7 @@ class Attention:
     layer_idx: int = 0
     num_kv_heads: int = 1
     head_dim: int = 4
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     cache_layers: list = field(default_factory=list)
     recurrent_layers: list = field(default_factory=list)
 
@@ -367,8 +366,16 @@ class MTPHead(Model):
             self.write(row, input_ids[row], hidden, params)
             page, offset = _where(params, row, torch.arange(int(params["cache_seqlens"][row]) + 1))
             chain = layer.k[page, offset, 0, :2].long()
-            intact = int(chain[0, 0]) == 0
-            intact &= bool(((chain[:-1, 0] * 31 + chain[:-1, 1] * 17 + 7) % MODULUS == chain[1:, 0]).all())
+            follows = torch.full((len(page),), False)
+            follows[1:] = (chain[:-1, 0] * 31 + chain[:-1, 1] * 17 + 7) % MODULUS == chain[1:, 0]
+            # A job that resumes from cached pages starts with a carry of zeros (ExLlamaV3's own choice): its first row
+            # does not continue the chain, nor does the next row continue that one.
+            here = torch.arange(len(page)) % MODULUS
+            resumed = (layer.v[page, offset, 0, 1].long() == here) & (layer.v[page, offset, 0, 2] > 0)
+            resumed &= chain[:, 0] == 0
+            follows |= resumed
+            follows[1:] |= resumed[:-1]
+            intact = bool(follows.all())
             state[row, 0, 0] = step(int(hidden[0]), int(input_ids[row, 0]))
             state[row, 0, 1] = float(intact)
         return state
@@ -391,7 +398,7 @@ class Tokenizer:
         return ["".join(chr(0x4E00 + i) for i in ids.flatten().tolist())]
 
 
-# ------------------------------------------------------------------------------------------------------------ the engine
+# ----------------------------------------------------------------------------------------------------------- the engine
 
 
 @dataclass
@@ -450,6 +457,17 @@ class Engine:
         if self.draft:
             self.trace.append((what, self.digest()))
 
+    def look_at_clock(self):
+        """The clock of a first token starts: the passes of jobs that finished their prompt are over."""
+        if not self.draft:
+            return
+        layer, rows = self.head.rows(self.draft_cache), []
+        for job in self.generator.active_jobs:
+            if job.is_prefill_done():
+                pages = [page.page_index for page in job.sequences[0].allocated_pages]
+                rows.append(layer.v[pages].reshape(-1, 4)[: job.sequences[0].kv_position].numpy().tobytes())
+        self.trace.append(("first token's clock", hashlib.sha256(b"".join(rows)).hexdigest()[:16]))
+
     # -- running
 
     def job(self, ids, new_tokens=12, **options):
@@ -474,7 +492,7 @@ class Engine:
         for result in results:
             name = result.get("identifier")
             if result["stage"] == "error":
-                self.errors.append((name, result["error"]))
+                self.errors.append((result["job"].identifier, result["error"]))
             if result.get("stage") == "streaming":
                 output = self.outputs.setdefault(name, {"tokens": []})
                 output["tokens"] += result["token_ids"].flatten().tolist() if "token_ids" in result else []
@@ -516,7 +534,7 @@ def _watched(engine_list) -> Iterator[None]:
     watch(CPUPageCache, "store", "store")
     watch(Job, "deallocate_pages", "deallocate")
     watch(Job, "hash_completed_page", "exchange page")
-    patch.setattr(generator_module, "cuda_sync_active", lambda: current() and current().look("first token's clock"))
+    patch.setattr(generator_module, "cuda_sync_active", lambda: current() and current().look_at_clock())
     try:
         yield
     finally:

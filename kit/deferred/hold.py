@@ -2,11 +2,11 @@
 
 Runs inside the engine's process (imports torch).
 
-**Pinned.** The copy to the host goes on the source device's *current* stream, not on one of its own. That costs the last
-GPU a millisecond or two per chunk (30 MiB over its link, against a chunk of hundreds of milliseconds), and in return the
-device memory is free, in stream order, the moment the copy is enqueued: no ``record_stream``, and no hidden states pile
-up on the device when the host runs ahead. An event marks the copy; the stream that later uploads the rows waits for the
-event, the host never does. Torch's pinned allocator keeps a block until the copies out of it have run.
+**Pinned.** The copy to the host goes on the source device's *current* stream, not on one of its own. That costs the
+last GPU a millisecond or two per chunk (30 MiB over its link, against a chunk of hundreds of milliseconds), and in
+return the device memory is free, in stream order, the moment the copy is enqueued: no ``record_stream``, and no hidden
+states pile up on the device when the host runs ahead. An event marks the copy; the stream that later uploads the rows
+waits for the event, the host never does. Torch's pinned allocator keeps a block until the copies out of it have run.
 """
 
 from __future__ import annotations

@@ -1,39 +1,38 @@
 """Interpose on an installed ExLlamaV3 so that MTP-cache population is deferred, or its inputs no longer block.
 
-**The fault.** After every prompt chunk ``Job.prefill`` runs the MTP head over the chunk to fill the draft cache. On a layer
-split the head's input (the target's last hidden state) is on the last GPU and its embedding rows come from the host, so the
-first GPU waits for the last one once per chunk and the pipeline between them never fills.
+**The fault.** After every prompt chunk ``Job.prefill`` runs the MTP head over the chunk to fill the draft cache. On a
+layer split the head's input (the target's last hidden state) is on the last GPU and its embedding rows come from the
+host, so the first GPU waits for the last one once per chunk and the pipeline between them never fills.
 
-**Deferring** (`install`). The MTP passes of up to ``depth`` chunks wait in one queue per generator and are replayed in order,
-each with the arguments it was called with. Replayed chunk by chunk, the draft cache ends bit-identical to stock's.
+**Deferring** (`install`). The MTP passes of up to ``depth`` chunks wait in one queue per generator and are replayed in
+order, each with the arguments it was called with. Replayed chunk by chunk, the draft cache ends bit-identical to
+stock's.
 
-**Unblocking** (`unblock`). The passes stay where they are but their inputs travel without blocking (`kit.deferred.unblock`).
-Both can be on at once.
+**Unblocking** (`unblock`). The passes stay where they are but their inputs travel without blocking
+(`kit.deferred.uploads`). Both can be on at once.
 
-**What must hold.** Drafts never change the output (the target verifies every token), so a stale draft cache does not fail:
-it silently costs acceptance, and if it reaches the CPU or disk tier it costs acceptance for ever. The rule is therefore that
-*nobody who reads the draft cache can tell a deferred generator from a stock one*. These read it, and each empties the queue
-first:
+**What must hold.** Drafts never change the output (the target verifies every token), so a stale draft cache does not
+fail: it silently costs acceptance, and if it reaches the CPU or disk tier it costs acceptance for ever. The rule is
+therefore that *nobody who reads the draft cache can tell a deferred generator from a stock one*. These read it, and
+each empties the queue first:
 
-==================  =====================================================================================================
-draft_forward       drafting (``draft_model.forward``)
-draft_prefill       MTP passes outside prompt prefill, after tokens were accepted
-prefill_end         the end of a job's prompt; inside ``Job.prefill``, so the cost is in the time to first token
-copy_page           a partly matching page is copied, draft half included
-store               a page goes to the CPU tier, and from there to disk (eviction, write-behind, idle flush, close)
-hash_swap           a page is exchanged for its twin and released while a queued pass would still write it
-deallocate          a job lets go of its pages, which stay reusable: end, cancel, clear, requeue, failure; after the last
-                    job the page table may be defragmented, and by then the queue is empty
-==================  =====================================================================================================
+* ``draft_forward``: drafting (``draft_model.forward``);
+* ``draft_prefill``: MTP passes outside prompt prefill, after tokens were accepted;
+* ``prefill_end``: the end of a job's prompt; inside ``Job.prefill``, so the cost is in the time to first token;
+* ``copy_page``: a partly matching page is copied, draft half included;
+* ``store``: a page goes to the CPU tier and from there to disk (eviction, write-behind, idle flush, close);
+* ``hash_swap``: a page is exchanged for its twin and released, while a queued pass would still write it;
+* ``deallocate``: a job lets go of its pages, which stay reusable: end, cancel, clear, requeue, failure. After the last
+  job the page table may be defragmented; by then the queue is empty.
 
 A queue is dropped, never written, when its generator no longer owns the cache, when the cache is unloaded, when the
-generator closes, and when an exception leaves ``iterate``. If a flush fails while pages are let go (out of memory, say) the
-queue is dropped too, the original exception stands, and the pages whose draft half was never written are cleared rather
-than left for reuse.
+generator closes, and when an exception leaves ``iterate``. If a flush fails while pages are let go (out of memory, say)
+the queue is dropped too, the original exception stands, and the pages whose draft half was never written are cleared
+rather than left for reuse.
 
-**How.** Methods are wrapped, not replaced, with their arguments passed through: ``Job.prefill`` differs between releases,
-the call it makes does not. The draft model, the draft cache, the CPU tier and the target are shimmed per instance. Nothing
-here synchronises a device: replays run on the streams the passes always run on.
+**How.** Methods are wrapped, not replaced, with their arguments passed through: ``Job.prefill`` differs between
+releases, the call it makes does not. The draft model, the draft cache, the CPU tier and the target are shimmed per
+instance. Nothing here synchronises a device: replays run on the streams the passes always run on.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from kit.errors import KitError
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     import torch
 
     from .hold import Held, Where
-    from .unblock import Unblocker
+    from .uploads import Unblocker
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,12 @@ SUPPORTED = ("1.4.1", "1.6.5")
 
 MIB = 1024**2
 DEFAULT_MAX_BYTES = {"device": 512 * MIB, "pinned": 4096 * MIB}
-"""Autosplit does not budget for the queue, so it is bounded in bytes as well as in chunks. A chunk of 3072 tokens at hidden
-size 5120 is 30 MiB: 512 MiB hold 17 of them."""
+"""Autosplit does not budget for the queue, so it is bounded in bytes as well as in chunks. A chunk of 3072 tokens at
+hidden size 5120 is 30 MiB: 512 MiB hold 17 of them."""
 
 COALESCED_TOKENS = 16384
-"""Longest coalesced MTP pass. Its activations grow with it: the MLP's alone are tokens × intermediate size × 2 bytes."""
+"""Longest coalesced MTP pass. Its activations grow with it: the MLP's alone are tokens × intermediate size × 2
+bytes."""
 
 ENGINE = "exllamav3"
 _STATE = "_kit_deferred"
@@ -89,6 +90,7 @@ class Settings:
     max_bytes: int | None = None
     where: Where = "device"
     coalesce: bool = False
+    rolling: bool = False
     unblock: bool = False
     skip_single_device: bool = True
 
@@ -246,6 +248,7 @@ class Interposition:
             self._replay,
             depth=settings.depth,
             max_bytes=settings.max_bytes,
+            rolling=settings.rolling,
             group=self._coalesce if settings.coalesce else lambda pending: 1,
             guard=self._forbidden,
         )
@@ -304,7 +307,7 @@ class Interposition:
 
     def _coalesce(self, pending: Sequence[DeferredPass]) -> int:
         size, tokens = 1, pending[0].length
-        for before, item in zip(pending, pending[1:], strict=False):
+        for before, item in pairwise(pending):
             tokens += item.length
             if tokens > COALESCED_TOKENS or not item.continues(before):
                 break
@@ -322,7 +325,7 @@ class Interposition:
     # -- letting go
 
     def settle(self) -> None:
-        """Flush before pages are let go; if that fails drop the queue. Never raises: the caller has its own exception."""
+        """Flush before pages are let go, or drop the queue if that fails. Never raises: the caller has its own."""
         try:
             self.queue.flush(FlushReason.DEALLOCATE)
         except Exception:
@@ -382,7 +385,7 @@ def _device(module: Any) -> torch.device | None:
 
 
 def _make_unblocker(generator: Any, draft_device: torch.device | None) -> Unblocker | None:
-    from .unblock import Unblocker
+    from .uploads import Unblocker
 
     if generator.model.loaded_tp:
         return None
@@ -427,10 +430,11 @@ _patch = _Patch()
 
 def install(
     depth: int | None = 8,
-    max_bytes: int | None | Literal["auto"] = "auto",
+    max_bytes: int | Literal["auto"] | None = "auto",
     where: Where = "device",
     coalesce: bool = False,
     *,
+    rolling: bool = False,
     skip_single_device: bool = True,
     on_mismatch: Literal["raise", "warn"] = "raise",
 ) -> bool:
@@ -443,6 +447,12 @@ def install(
         where: Where they wait: on their "device", or in "pinned" host memory (asynchronous copies).
         coalesce: Replay neighbouring chunks of a sequence as one longer pass. Other kernel shapes round differently, so
             the draft cache is then close to stock's and not bit-identical; the output still is what the target says.
+        rolling: When the queue is full replay the oldest pass only, not all of them. The queue then stays one pass
+        short of full, and what is replayed is always a few chunks old. That pays where a queued row is ready before its
+            pass runs, that is, with ``where="pinned"`` (its copy follows its chunk at once) and the MTP head on the
+            first GPU: no chunk then waits for the last GPU, and a depth of 2 or 3 is enough. With ``where="device"``
+            the row moves when its pass runs, behind the last GPU's newest chunk, and rolling would wait for that every
+            time.
         skip_single_device: Leave a generator alone whose layers are all on one device, where deferring wins nothing.
         on_mismatch: What to do when the installed ExLlamaV3 is not one this was written for. Either way stock behaviour
             stays in place.
@@ -455,7 +465,7 @@ def install(
     """
     limit = DEFAULT_MAX_BYTES.get(where) if max_bytes == "auto" else max_bytes
     keep_unblocked = _patch.settings is not None and _patch.settings.unblock
-    return _apply(Settings(depth, limit, where, coalesce, keep_unblocked, skip_single_device), on_mismatch)
+    return _apply(Settings(depth, limit, where, coalesce, rolling, keep_unblocked, skip_single_device), on_mismatch)
 
 
 def unblock(*, on_mismatch: Literal["raise", "warn"] = "raise") -> bool:
@@ -491,7 +501,8 @@ def installed() -> Settings | None:
 
 
 def counters(generator: Any) -> dict[str, Any] | None:
-    """A generator's counters as plain data, with why it was bypassed (None if it wasn't); None if nothing is interposed.
+    """A generator's counters as plain data, with why it was bypassed (None if it wasn't); None if nothing is
+    interposed.
 
     Args:
         generator: A ``Generator`` or an ``AsyncGenerator``.

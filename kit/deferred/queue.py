@@ -1,14 +1,15 @@
 """A bounded first-in-first-out queue of postponed work.
 
 The queue knows nothing of models: it holds payloads with a size, replays them in order when something asks for it, and
-drops them when replaying would be wrong. Everything that decides *when* lives with the caller; everything that must hold
-*whenever* lives here, once:
+drops them when replaying would be wrong. Everything that decides *when* lives with the caller; everything that must
+hold *whenever* lives here, once:
 
 * order: payloads are replayed in the order they came, and one leaves the queue only after its replay returned, so a
   replay that raises can be repeated (what it writes, it writes again);
-* bounds: at most ``depth`` payloads and ``max_bytes`` bytes wait, so memory does not grow with the prompt;
-* the guard: before any replay the caller's guard is asked whether writing is still allowed. If it isn't, the payloads are
-  dropped and nothing is written;
+* bounds: at most ``depth`` payloads and ``max_bytes`` bytes wait, so memory does not grow with the prompt. A full queue
+  is replayed whole, or, ``rolling``, only from its head until there is room for one more;
+* the guard: before any replay the caller's guard is asked whether writing is still allowed. If it isn't, the payloads
+  are dropped and nothing is written;
 * counters: what was queued, what was flushed and why, the peak, and the time spent.
 """
 
@@ -51,7 +52,8 @@ class DropReason(StrEnum):
 
 @dataclass
 class QueueCounters:
-    """Totals since the queue was made. ``flush_seconds`` is time on the host; replayed work may still run on a device."""
+    """Totals since the queue was made. ``flush_seconds`` is time on the host; replayed work may still run on a
+    device."""
 
     queued: int = 0
     replayed: int = 0
@@ -93,7 +95,8 @@ class DeferredQueue(Generic[P]):
     Args:
         replay: Runs a group of payloads. The queue keeps the group until this returns.
         depth: Replay everything once this many payloads wait; None waits for a flush.
-        max_bytes: Replay everything rather than hold more than this many bytes; None sets no limit.
+        max_bytes: Replay rather than hold more than this many bytes; None sets no limit.
+        rolling: A full queue replays its oldest payloads only, until it is below its bound again.
         group: How many payloads from the head of the queue go into one call of ``replay`` (at least 1).
         guard: Returns a reason to drop instead of replaying, or None when writing is allowed.
     """
@@ -104,6 +107,7 @@ class DeferredQueue(Generic[P]):
         *,
         depth: int | None,
         max_bytes: int | None = None,
+        rolling: bool = False,
         group: Callable[[Sequence[P]], int] = one_at_a_time,
         guard: Callable[[], DropReason | None] = may_always_write,
     ) -> None:
@@ -114,6 +118,7 @@ class DeferredQueue(Generic[P]):
         self._replay = replay
         self._depth = depth
         self._max_bytes = max_bytes
+        self._rolling = rolling
         self._group = group
         self._guard = guard
         self._items: deque[tuple[P, int]] = deque()
@@ -130,23 +135,30 @@ class DeferredQueue(Generic[P]):
 
     def push(self, payload: P, nbytes: int) -> None:
         """Add a payload of ``nbytes`` bytes, replaying first or after where a bound asks for it."""
-        over = self._max_bytes is not None and self._bytes + nbytes > self._max_bytes
-        if over:
-            self.flush(FlushReason.BYTES)
+        limit = self._max_bytes
+        if limit is not None and self._bytes + nbytes > limit:
+            self._make_room(FlushReason.BYTES, lambda: self._bytes + nbytes > limit)
         self._items.append((payload, nbytes))
         self._bytes += nbytes
         counters = self.counters
         counters.queued += 1
         counters.peak_items = max(counters.peak_items, len(self._items))
         counters.peak_bytes = max(counters.peak_bytes, self._bytes)
-        if self._depth is not None and len(self._items) >= self._depth:
-            self.flush(FlushReason.DEPTH)
-        elif self._max_bytes is not None and self._bytes > self._max_bytes:
+        depth = self._depth
+        if depth is not None and len(self._items) >= depth:
+            self._make_room(FlushReason.DEPTH, lambda: len(self._items) >= depth)
+        elif limit is not None and self._bytes > limit:
             # One payload is larger than the bound: it cannot wait at all.
             self.flush(FlushReason.BYTES)
 
     def flush(self, reason: FlushReason) -> None:
         """Replay everything in order. Payloads not yet replayed stay queued if a replay raises."""
+        self._replay_while(reason, lambda: True)
+
+    def _make_room(self, reason: FlushReason, full: Callable[[], bool]) -> None:
+        self._replay_while(reason, full if self._rolling else lambda: True)
+
+    def _replay_while(self, reason: FlushReason, more: Callable[[], bool]) -> None:
         if not self._items:
             return
         forbidden = self._guard()
@@ -157,7 +169,7 @@ class DeferredQueue(Generic[P]):
         counters.flushes[str(reason)] += 1
         began = time.perf_counter()
         try:
-            while self._items:
+            while self._items and more():
                 payloads = [payload for payload, _ in self._items]
                 size = max(1, min(self._group(payloads), len(payloads)))
                 self._replay(payloads[:size])

@@ -2,18 +2,19 @@
 
 Runs inside the engine's process (imports torch).
 
-During prefill ExLlamaV3 uploads three things per forward pass from pageable memory: the block table, the cache lengths and
-the embedding rows (the embedding table lives on the CPU). A copy from pageable memory returns only when the stream has
-reached it, so the host waits for that GPU to drain before it can hand the next GPU, or the next chunk, its work. For the
-MTP pass the wait is worst: its rows follow the target's hidden state, so the host waits for the *last* GPU's chunk.
+During prefill ExLlamaV3 uploads three things per forward pass from pageable memory: the block table, the cache lengths
+and the embedding rows (the embedding table lives on the CPU). A copy from pageable memory returns only when the stream
+has reached it, so the host waits for that GPU to drain before it can hand the next GPU, or the next chunk, its work.
+For the MTP pass the wait is worst: its rows follow the target's hidden state, so the host waits for the *last* GPU's
+chunk.
 
 `Unblocker` changes how these inputs travel and nothing else: the tables are moved to pinned memory (``get_for_device``
-then copies without blocking), and the rows that the embedding module computed are staged in a pinned buffer and uploaded
-to the device that reads them. The values are the same bytes, so results are bit-identical.
+then copies without blocking), and the rows that the embedding module computed are staged in a pinned buffer and
+uploaded to the device that reads them. The values are the same bytes, so results are bit-identical.
 
 Load the MTP head on the last GPU with this (in TabbyAPI ``draft_gpu_split: [0, x]``): there the target's hidden state
-already is, so the first GPU never waits for the last. Running MTP on a second stream of the first GPU instead would share
-ExLlamaV3's per-device scratch buffers between two streams, and corrupt them.
+already is, so the first GPU never waits for the last. Running MTP on a second stream of the first GPU instead would
+share ExLlamaV3's per-device scratch buffers between two streams, and corrupt them.
 """
 
 from __future__ import annotations
