@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -232,6 +233,14 @@ def test_the_port_is_open_on_loopback_only(servers):
         assert probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def test_web_pages_may_not_read_answers(servers):
+    asked = urllib.request.Request(
+        f"{servers('baseline').base_url}/v1/models", headers={"Origin": "https://evil.example"}
+    )
+    with urllib.request.urlopen(asked, timeout=10) as answer:
+        assert answer.headers.get("Access-Control-Allow-Origin") not in ("*", "https://evil.example")
+
+
 def test_forced_acceptance_follows_every_number(model, tmp_path):
     settings = LlamaCppSettings.checked(
         model=model, slots=1, tokens_per_slot=512, speculation="mtp", draft_width=1, forced_acceptance="1.0", threads=1
@@ -283,6 +292,30 @@ def test_server_is_gone_when_its_parent_is_killed_under_load(model, tmp_path, fa
     parent.stdout.close()
     answer.close()
     connection.close()
+
+
+def test_server_is_gone_when_its_notebook_kernel_is_killed(model, tmp_path):
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        code = PARENT.replace("sys.argv[1]", repr(str(model))).replace("sys.argv[2]", repr(str(tmp_path)))
+        said: list[str] = []
+
+        def hear(message):
+            if message["msg_type"] in ("stream", "error"):
+                said.append(message["content"].get("text") or str(message["content"]))
+
+        client.execute_interactive(code.replace("time.sleep(600)", ""), output_hook=hear, timeout=60)
+        pid = int("".join(said).split()[0])
+        assert started(pid) is not None
+    finally:
+        manager.shutdown_kernel(now=True)  # SIGKILL, as the Restart button of a hung kernel does
+        client.stop_channels()
+    deadline = time.monotonic() + 15
+    while started(pid) is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert started(pid) is None
 
 
 def test_a_missing_model_is_named(tmp_path):

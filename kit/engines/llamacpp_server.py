@@ -28,6 +28,8 @@ def parameters(settings: LlamaCppSettings) -> xllamacpp.CommonParams:
     p.hostnames = ["127.0.0.1"]
     p.port = 0
     p.ui = False
+    # No page in a browser on this machine may talk to the server; llama.cpp's default lets all.
+    p.cors_origins = "http://127.0.0.1"
     p.endpoint_metrics = True
     p.endpoint_slots = True
     p.slot_save_path = NO_FOLDER
