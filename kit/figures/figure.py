@@ -65,7 +65,9 @@ class Figure:
         source = "; ".join(str(s) for s in self.sources)
         note = " · ".join(part for part in (source, self.n) if part)
         source_html = f'<p class="source">Source: {escape(note)}</p>' if note else ""
-        svg = self.svg.replace("<svg ", f'<svg role="img" aria-label="{escape(self.alt)}" ', 1)
+        # Size and ground stand in the element itself, for notebooks (which know no style sheet and may be dark).
+        style = "display:block;width:100%;max-width:35rem;height:auto;background:#fff"
+        svg = self.svg.replace("<svg ", f'<svg role="img" aria-label="{escape(self.alt)}" style="{style}" ', 1)
         return (
             f'<section class="finding" id="{escape(self.anchor)}">'
             f'<div class="keep"><h3 class="headline">{escape(self.headline)}</h3>'
@@ -110,7 +112,7 @@ def show(value: object) -> str:
         return "–"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    return number(value)
+    return number(value, 4)
 
 
 def number(value: float, digits: int = 3) -> str:

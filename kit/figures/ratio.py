@@ -83,11 +83,12 @@ def ratio(sweep: Sweep, metric: str = "output_tps", name: str = "ratio") -> Figu
         if any(e.ratio.low is not None for e in effects)
         else ""
     )
+    paired = ", paired by repeat" if sweep.count(metric)[1] > 1 else ""
     return Figure(
         name=name,
         svg=svg,
         headline=finding(sweep, metric),
-        caption=f"{METRICS[metric].title.capitalize()} of each arm ÷ {sweep.label(base)}, paired by repeat.{band} "
+        caption=f"{METRICS[metric].title.capitalize()} of each arm ÷ {sweep.label(base)}{paired}.{band} "
         + sweep.caption(metric).replace("; faint dots are the repeats", ""),
         alt=f"Dumbbell chart of ratios to {sweep.label(base)}: {listed(texts)}.",
         table=_table(sweep, metric, effects),
@@ -106,7 +107,7 @@ def _limits(effects: list[Effect]) -> tuple[float, float]:
             values += [math.exp(e.noise), math.exp(-e.noise)]
     low, high = math.log(min(values)), math.log(max(values))
     span = max(high - low, 0.2)
-    left = low - span * (0.24 if low < -0.01 else 0.08)
+    left = low - span * (0.3 if low < -0.01 else 0.08)
     right = high + span * (0.24 if high > 0.01 else 0.08)
     return math.exp(left), math.exp(right)
 

@@ -155,7 +155,7 @@ def end_labels(axes: Axes, ends: Sequence[tuple[float, str, Look]], height_in: f
     """
     if not ends:
         return
-    line = (FONT_PT * 1.18 / 72) / height_in
+    line = (FONT_PT * 1.3 / 72) / height_in
     wrapped = [textwrap.wrap(text, wrap) or [""] for _, text, _ in ends]
     to_fraction = (axes.transData + axes.transAxes.inverted()).transform
     x = axes.dataLim.x1 if axes.lines else axes.get_xlim()[1]

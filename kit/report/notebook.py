@@ -199,6 +199,12 @@ def paragraphs(texts: Sequence[str]) -> None:
     _display("".join(f"<p>{escape(text)}</p>" for text in texts))
 
 
+def notes(texts: Sequence[str], title: str) -> None:
+    """A titled list, escaped."""
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    _display(f'<section class="limits"><h3>{escape(title)}</h3><ul>{items}</ul></section>')
+
+
 def _shown(path: Path) -> str:
     """The path within the checkout; of a folder elsewhere only its last parts (no home directory in a report)."""
     try:
