@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -153,7 +154,8 @@ class ServerProcess:
         self._record = records_folder() / f"{os.getpid()}-{uuid.uuid4().hex[:12]}.json"
         if any(secret in word for secret in self._secrets for word in argv):
             raise EngineError(f"{name}: a secret is part of the command line, where every user can read it")
-        end_leftovers()
+        for line in end_leftovers():
+            logging.getLogger(__name__).warning(line)
         order: guard.Order = {
             "argv": list(argv),
             "env": {**env, **(secrets or {}), MARK: self._record.stem},
