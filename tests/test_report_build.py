@@ -161,6 +161,12 @@ def test_a_kit_error_in_a_cell_is_passed_on_as_it_is(tmp_path: Path) -> None:
         build("m", [book], {}, tmp_path / "out")
 
 
+def test_experiments_that_could_not_be_had_are_told(tmp_path: Path) -> None:
+    book = notebook(tmp_path / "one.ipynb", "1")
+    page = build("m", [book], {}, tmp_path / "out", missing={"prefill": "needs <two> GPUs"})
+    assert "Not in this report: prefill. needs &lt;two&gt; GPUs" in page.read_text()
+
+
 def test_unknown_parameters_and_notebooks_are_refused_with_the_known(tmp_path: Path) -> None:
     book = notebook(tmp_path / "one.ipynb", "1")
     with pytest.raises(KitError, match="unknown parameter PROFLE; the notebooks' parameters are: MODEL, RUN"):
@@ -215,9 +221,8 @@ def test_without_a_printer_the_page_stays_and_the_reason_is_told(
 
 def test_a_browser_that_prints_an_error_page_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "browser"
-    fake.write_text(
-        '#!/bin/sh\nfor a in "$@"; do case $a in --print-to-pdf=*) echo "%PDF-1.4 error page" > "${a#*=}";; esac; done\n'
-    )
+    script = 'for a in "$@"; do case $a in --print-to-pdf=*) echo "%PDF-1.4 error page" > "${a#*=}";; esac; done'
+    fake.write_text(f"#!/bin/sh\n{script}\n")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("KIT_CHROMIUM", str(fake))
     # Without pdftotext, so that the check does not depend on the machine.

@@ -10,7 +10,7 @@ from kit.figures.sweep import from_cells
 from kit.records.schema import Counts
 from kit.report.limits import limits, limits_html
 from kit.report.method import identical, method, method_html, outputs_by_arm
-from kit.report.notebook import Evidence, verdicts
+from kit.report.notebook import Evidence, _server_words, verdicts
 
 
 def joined(**changes) -> str:
@@ -107,3 +107,17 @@ def test_the_answer_says_where_each_arm_helps() -> None:
         "no difference larger than the noise at c\u00a0=\u00a04."
     )
     assert "too few repeats" in verdicts(from_cells(data.cells(repeats=1, again=False)))[0]
+
+
+def test_the_servers_own_words_are_translated_and_positions_counted() -> None:
+    words = _server_words(
+        {
+            "llamacpp:requests_processing": 3.5,
+            "llamacpp:requests_deferred": 0.5,
+            "llamacpp:spec_decode_num_drafts_total": 200.0,
+            'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 150.0,
+            'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 100.0,
+            "llamacpp:tokens_predicted_total": 1e6,
+        }
+    )
+    assert words == {"running": 3.5, "queued": 0.5, "accepted at position 1": 0.75, "accepted at position 2": 0.5}

@@ -27,12 +27,15 @@ def build(
     out_dir: Path | None = None,
     pdf: bool = False,
     title: str | None = None,
+    missing: Mapping[str, str] | None = None,
 ) -> Path:
     """Run the notebooks (names in ``notebooks/`` or paths) in order and return the path of ``index.html``.
 
     ``params`` go to the notebooks that have them; MODEL is set to ``model``. ``out_dir`` defaults to
     ``reports/<model>``. The page replaces an older one only when all notebooks have run. If ``pdf`` is asked for and
     no printer is found, the page is kept and a line on stderr says how to get one.
+
+    ``missing`` (experiment → reason) is told on the page.
 
     Raises KitError for an unknown notebook or parameter, or a cell that failed.
     """
@@ -43,10 +46,13 @@ def build(
     given = check_parameters(
         paths, {**(params or {}), "MODEL": model} if _any_takes_model(paths) else dict(params or {})
     )
-    executed = [execute(path, out / path.name, given[path]) for path in paths]
+    executed = []
+    for path in paths:
+        print(f"{path.stem}: running the notebook", file=sys.stderr, flush=True)
+        executed.append(execute(path, out / path.name, given[path]))
     page = out / "index.html"
     partial = out / "index.partial.html"
-    partial.write_text(render(executed, title or _title(model), model), encoding="utf-8")
+    partial.write_text(render(executed, title or _title(model), model, missing), encoding="utf-8")
     os.replace(partial, page)
     if pdf:
         from kit.report.pdf import print_pdf

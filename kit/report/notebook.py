@@ -9,7 +9,8 @@ Everything shown is HTML with all texts of records and models escaped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -20,8 +21,8 @@ import pandas as pd
 
 from kit.cards import ROOT
 from kit.figures.figure import Figure, NotRecorded, listed, table_html
-from kit.figures.sweep import AGAIN, Sweep, from_cells
-from kit.records.metrics import METRICS
+from kit.figures.sweep import Sweep, from_cells
+from kit.records.metrics import METRICS, ratio
 from kit.records.schema import CellRecord, RunRecord
 from kit.records.store import RESULTS, Run
 from kit.report import limits as _limits
@@ -155,26 +156,58 @@ def verdicts(sweep: Sweep, metric: str = "output_tps") -> list[str]:
 
 
 def server_table(evidence: Evidence, sweep: Sweep) -> None:
-    """The server's own figures, mean over repeats by load and arm: what it did, beside what clients saw."""
-    good = [
-        c for c in evidence.cells if c.status == "ok" and c.cell.arm in sweep.arms and not c.cell.arm.endswith(AGAIN)
-    ]
-    tags = list(dict.fromkeys(tag for c in good for tag, value in c.server.items() if value is not None))
-    if not tags:
-        _display('<p class="missing">The server told nothing of itself in this experiment.</p>')
-        return
+    """The server's own figures, mean over repeats by load and arm: what it did, beside what clients saw.
+
+    Gauges stand as they are; of the counters only what they say of drafts is shown (the share of steps in which the
+    draft at each position was accepted), since throughput and acceptance have figures of their own.
+    """
+    good = [c for c in evidence.cells if c.status == "ok" and c.cell.arm in sweep.arms and c.server]
     rows = []
     for load in sweep.loads:
         for arm in sweep.arms:
-            mine = [c for c in good if c.cell.arm == arm and c.cell.load.value == load]
-            if not mine:
-                continue
+            mine = [_server_words(c.server) for c in good if c.cell.arm == arm and c.cell.load.value == load]
             row: dict[str, object] = {"arm": sweep.label(arm), sweep.load_letter: f"{load:g}"}
-            for tag in tags:
-                known = [v for c in mine if (v := c.server.get(tag)) is not None]
-                row[tag.replace("_", " ")] = sum(known) / len(known) if known else None
-            rows.append(row)
-    _display(table_html(pd.DataFrame(rows), "The server's own figures, mean of the repeats"))
+            for name in sorted({name for words in mine for name in words}, key=_server_order):
+                known = [v for words in mine if (v := words.get(name)) is not None]
+                row[name] = sum(known) / len(known) if known else None
+            if len(row) > 2:
+                rows.append(row)
+    if not rows:
+        _display('<p class="missing">The server told nothing of itself in this experiment.</p>')
+        return
+    columns = sorted({name for row in rows for name in list(row)[2:]}, key=_server_order)
+    frame = pd.DataFrame(rows).reindex(columns=["arm", sweep.load_letter, *columns])
+    _display(table_html(frame, "The server's own figures, mean of the repeats"))
+
+
+_SERVER_NAMES = {
+    "running": "running", "queued": "queued",
+    "llamacpp:requests_processing": "running", "llamacpp:requests_deferred": "queued",
+    "llamacpp:n_busy_slots_per_decode": "busy slots per decode",
+    "sglang:num_running_reqs": "running", "sglang:num_queue_reqs": "queued",
+    "sglang:token_usage": "KV pool in use", "sglang:spec_accept_length": "accept length",
+    "sglang:max_total_num_tokens": "KV pool (tokens)",
+    "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "queued",
+    "vllm:kv_cache_usage_perc": "KV pool in use",
+}  # fmt: skip
+
+_PER_POSITION = re.compile(r"spec_decode_num_accepted_tokens_per_pos_total\{position=\"(\d+)\"\}$")
+
+
+def _server_words(server: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The server's figures under the names a reader knows; unknown names are left out."""
+    found = {_SERVER_NAMES[name]: value for name, value in server.items() if name in _SERVER_NAMES}
+    drafts = next((v for name, v in server.items() if name.endswith("spec_decode_num_drafts_total")), None)
+    for name, value in server.items():
+        position = _PER_POSITION.search(name)
+        if position and (rate := ratio(value, drafts)) is not None:
+            found[f"accepted at position {int(position[1]) + 1}"] = rate
+    return found
+
+
+def _server_order(name: str) -> tuple:
+    first = list(dict.fromkeys(_SERVER_NAMES.values()))
+    return (first.index(name) if name in first else len(first), name)
 
 
 def method(evidence: Evidence, metrics: Sequence[str] = ("output_tps", "ttft_p50")) -> None:

@@ -7,9 +7,8 @@ beside the page); every output that is not made by the kit is escaped text. A su
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from kit.errors import KitError
@@ -39,8 +38,11 @@ class Chapter:
     notebook: str
 
 
-def render(notebooks: Sequence[Path], title: str, model: str) -> str:
-    """The whole page as HTML text. Raises KitError for a file that is not an executed notebook."""
+def render(notebooks: Sequence[Path], title: str, model: str, missing: Mapping[str, str] | None = None) -> str:
+    """The whole page as HTML text; ``missing`` experiments are told with their reason.
+
+    Raises KitError for a file that is not an executed notebook.
+    """
     from jinja2 import Environment, FileSystemLoader, select_autoescape
 
     chapters = []
@@ -52,7 +54,7 @@ def render(notebooks: Sequence[Path], title: str, model: str) -> str:
     environment = Environment(loader=FileSystemLoader(TEMPLATE), autoescape=select_autoescape(["j2", "html"]))
     style = (TEMPLATE / "style.css").read_text()
     return environment.get_template("page.html.j2").render(
-        title=title, model=model, chapters=chapters, sources=sources, style=style
+        title=title, model=model, chapters=chapters, sources=sources, style=style, missing=missing or {}
     )
 
 
@@ -109,8 +111,3 @@ def _unique_ids(chapter: Chapter, earlier: Sequence[Chapter]) -> Chapter:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def escape_text(text: str) -> str:
-    """Escape text from records or models for a page."""
-    return escape(text)

@@ -23,6 +23,12 @@ _BROWSERS = (
 )  # fmt: skip
 
 
+HOW_TO_GET = (
+    "needs Chromium or Chrome (Debian, Ubuntu: apt install chromium; or set KIT_CHROMIUM to one), "
+    "or WeasyPrint (pip install weasyprint)"
+)
+
+
 def find_browser() -> str | None:
     """The Chromium to print with: $KIT_CHROMIUM, else the first known name on the path; None if there is none."""
     named = os.environ.get("KIT_CHROMIUM")
@@ -50,10 +56,7 @@ def print_pdf(page: Path, out: Path) -> Path:
         if browser:
             _chromium(browser, source, partial, Path(folder))
         elif not _weasyprint(source, partial):
-            raise KitError(
-                "no PDF was made: it needs Chromium or Chrome (Debian, Ubuntu: apt install chromium; or set "
-                f"KIT_CHROMIUM to one), or WeasyPrint (pip install weasyprint). The page itself is complete: {page}"
-            )
+            raise KitError(f"no PDF was made: it {HOW_TO_GET}. The page itself is complete: {page}")
         _check(partial, _title_of(text))
         # Beside the target first: a move across file systems is not atomic.
         beside = out.with_name(f"{out.stem}.partial.pdf")
