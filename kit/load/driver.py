@@ -32,7 +32,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -58,8 +58,6 @@ LAG_INTERVAL_S = 0.01
 PROGRESS_INTERVAL_S = 0.5
 START_DELAY_S = 0.2
 """Between the driver being ready and the start of the load."""
-WORKER_START_S = 4.0
-"""The same with several processes: time for all of them to be up."""
 OPEN_SESSIONS = 8
 """Open loop: sessions that are under way side by side; their turns are sent in order, in rotation."""
 WARM_OPEN = 64
@@ -105,6 +103,8 @@ class Driven:
 
 
 Report = Callable[[dict[str, object]], None]
+Begin = Callable[[], Awaitable[int]]
+"""Gives the ``perf_counter_ns`` at which the load starts."""
 
 
 class Cell:
@@ -322,11 +322,8 @@ class Cell:
     async def _progress(self, report: Report) -> None:
         opens, closes = self.timing.window_ns
         burnt = self.timing.start_ns + round(self.spec.burn_in_s * 1e9)
-        parent = os.getppid()
         while True:
             now = perf_counter_ns()
-            if os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGTERM)  # whoever wanted the result is gone
             phase = "burn-in" if now < burnt else "warm-up" if now < opens else "window"
             report(
                 {
@@ -378,18 +375,24 @@ async def with_lengths(workload: traces.Workload, client: Client) -> traces.Work
     return replace(workload, sessions=sessions, lengths="tokenizer" if whole else "mixed")
 
 
-async def drive(
-    spec: LoadSpec, index: int, of: int, start_ns: int | None, stop: asyncio.Event, report: Report
-) -> Driven:
-    """One process's part of a cell. Raises KitError if the server does not answer or the workload is bad."""
+async def soon() -> int:
+    """When to start a load that waits for nobody else."""
+    return perf_counter_ns() + round(START_DELAY_S * 1e9)
+
+
+async def drive(spec: LoadSpec, index: int, of: int, begin: Begin, stop: asyncio.Event, report: Report) -> Driven:
+    """One process's part of a cell, from when ``begin`` says (asked once all is ready).
+
+    Raises KitError if the server does not answer or the workload is bad.
+    """
     workload = traces.read(spec.workload)
     async with connect(spec) as client:
         await client.warm()
         workload = await with_lengths(workload, client)
-        timing = Timing.plan(spec, start_ns or perf_counter_ns() + round(START_DELAY_S * 1e9))
-        cell = Cell(spec, workload, client, timing, index, of)
         gc.collect()
         gc.freeze()  # what is loaded by now need not be walked again while stamps are taken
+        timing = Timing.plan(spec, await begin())
+        cell = Cell(spec, workload, client, timing, index, of)
         early = await cell.run(stop, report)
         now = perf_counter_ns()
         for stream in cell.streams:
@@ -500,9 +503,12 @@ def merge(parts: list[Driven]) -> Driven:
 
 
 async def drive_in_workers(spec: LoadSpec, folder: Path, stop: asyncio.Event, report: Report) -> Driven:
-    """Drive a cell with ``spec.processes`` workers and merge their parts. Raises KitError if one fails."""
-    start_ns = perf_counter_ns() + round(WORKER_START_S * 1e9)
+    """Drive a cell with ``spec.processes`` workers and merge their parts. Raises KitError if one fails.
+
+    A worker says when it is ready, and all are told the same moment to start at.
+    """
     workers: list[asyncio.subprocess.Process] = []
+    ready = [asyncio.Event() for _ in range(spec.processes)]
     latest: dict[int, dict[str, object]] = {}
 
     async def follow(index: int, worker: asyncio.subprocess.Process) -> str | None:
@@ -511,12 +517,22 @@ async def drive_in_workers(spec: LoadSpec, folder: Path, stop: asyncio.Event, re
         async for event in events(worker.stdout):
             if event.get("event") == "error":
                 error = str(event.get("message"))
+                stop.set()  # the others' part would be of no use
+            elif event.get("event") == "ready":
+                ready[index].set()
             elif event.get("event") == "progress":
                 latest[index] = event
                 if index == 0:
                     total = {k: sum(int(e.get(k, 0)) for e in latest.values()) for k in _SUMMED}  # type: ignore[call-overload]
                     report({**event, **total})
+        ready[index].set()  # one that has ended must not keep the others waiting
         return error
+
+    async def start() -> None:
+        await asyncio.gather(*(one.wait() for one in ready))
+        start_ns = await soon()
+        for worker in workers:
+            pipe_of(worker.stdin).write(f"{start_ns}\n".encode())
 
     async def forward() -> None:
         await stop.wait()
@@ -524,25 +540,24 @@ async def drive_in_workers(spec: LoadSpec, folder: Path, stop: asyncio.Event, re
             if worker.returncode is None:
                 worker.send_signal(signal.SIGTERM)
 
-    forwarding = asyncio.create_task(forward())
     try:
         for index in range(spec.processes):
             part = folder / f"worker-{index}"
             part.mkdir(exist_ok=True)
             worker = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kit.load.driver", str(part)),
-                *("--share", f"{index}/{spec.processes}", "--start-ns", str(start_ns)),
+                *(sys.executable, "-m", "kit.load.driver", str(part), "--share", f"{index}/{spec.processes}"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # a terminal's Ctrl-C reaches them through this process only
             )
             workers.append(worker)
-            pipe_of(worker.stdin).write(spec.model_dump_json().encode())
-            pipe_of(worker.stdin).close()
+            pipe_of(worker.stdin).write(spec.model_dump_json().encode() + b"\n")
+        helpers = [asyncio.create_task(start()), asyncio.create_task(forward())]
         errors = await asyncio.gather(*(follow(i, w) for i, w in enumerate(workers)))
         codes = [await worker.wait() for worker in workers]
+        for helper in helpers:
+            helper.cancel()
     finally:
-        forwarding.cancel()
         for worker in workers:
             if worker.returncode is None:
                 worker.kill()
@@ -551,6 +566,21 @@ async def drive_in_workers(spec: LoadSpec, folder: Path, stop: asyncio.Event, re
     if bad := [code for code in codes if code]:
         raise KitError(f"a load worker ended with status {bad[0]}; its messages are above")
     return merge([read_worker(folder / f"worker-{index}") for index in range(spec.processes)])
+
+
+async def when_told() -> int:
+    """A worker's start: say that it is ready, and wait for the moment that all are told."""
+    emit({"event": "ready"})
+    line = await asyncio.to_thread(sys.stdin.buffer.readline)
+    return int(line) if line.strip() else await soon()
+
+
+async def watch_parent(stop: asyncio.Event) -> None:
+    """Stop when the process that started this one is gone: nobody is left who wants the result."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        await asyncio.sleep(PROGRESS_INTERVAL_S)
+    stop.set()
 
 
 _SUMMED = ("in_flight", "sent", "ok", "failed", "timed_out")
@@ -578,21 +608,23 @@ def emit(event: dict[str, object]) -> None:
         print(json.dumps(event), flush=True)
 
 
-async def run(spec: LoadSpec, folder: Path, index: int | None, of: int, start_ns: int | None) -> DriverResult | None:
+async def run(spec: LoadSpec, folder: Path, index: int | None, of: int) -> DriverResult | None:
     """Drive a cell and write its files; a worker (``index`` given) writes its part only."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop.set)
+    watcher = asyncio.create_task(watch_parent(stop))
     anchor = (datetime.now(UTC), perf_counter_ns())
     folder.mkdir(parents=True, exist_ok=True)
-    if index is None and spec.processes > 1:
+    if index is not None:
+        write_worker(folder, await drive(spec, index, of, when_told, stop, emit))
+        return None
+    if spec.processes > 1:
         driven = await drive_in_workers(spec, folder, stop, emit)
     else:
-        driven = await drive(spec, index or 0, of, start_ns, stop, emit)
-    if index is not None:
-        write_worker(folder, driven)
-        return None
+        driven = await drive(spec, 0, 1, soon, stop, emit)
+    watcher.cancel()
     result = summarise(spec, driven, anchor[0], anchor)
     write_requests(folder, driven.requests)
     write_samples(folder, driven.samples)
@@ -605,18 +637,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kit.load.driver", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the result files go")
     parser.add_argument("--share", metavar="K/N", help=argparse.SUPPRESS)
-    parser.add_argument("--start-ns", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    index, of = None, 1
-    if arguments.share:
-        index, of = map(int, arguments.share.split("/"))
+    index, of = map(int, arguments.share.split("/")) if arguments.share else (None, 1)
     # Each connection is a file: with a thousand clients the usual soft limit is too low.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        spec = parse_spec(sys.stdin.buffer.read())
-        result = asyncio.run(run(spec, arguments.folder, index, of, arguments.start_ns))
+        # A worker's input stays open: after the spec comes when to start.
+        spec = parse_spec(sys.stdin.buffer.read() if index is None else sys.stdin.buffer.readline())
+        result = asyncio.run(run(spec, arguments.folder, index, of))
     except KitError as error:
         emit({"event": "error", "message": str(error)})
         print(f"kit.load.driver: {error}", file=sys.stderr)
