@@ -44,7 +44,7 @@ def servers(model, tmp_path_factory):
 
     def get(arm: str) -> Server:
         if arm not in running:
-            settings = LlamaCppSettings.checked(model=model, slots=2, tokens_per_slot=512, threads=1, **ARMS[arm])
+            settings = LlamaCppSettings.checked(model=model, slots=2, tokens_per_slot=2048, threads=1, **ARMS[arm])
             running[arm] = llamacpp.start(settings, tmp_path_factory.mktemp(arm))
         return running[arm]
 
@@ -158,6 +158,20 @@ def test_each_token_is_an_event_and_timings_per_token_count_them(servers):
     assert [e["timings"]["predicted_n"] for e in told if e["choices"][0]["text"]] == list(range(1, 10))
 
 
+def test_closing_the_connection_cancels_the_request(servers):
+    server = servers("mtp-1")
+    connection = http.client.HTTPConnection(server.base_url.removeprefix("http://"), timeout=60)
+    body = {"prompt": "abc", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    answer.readline()
+    before = counters(server)[server.sampled["running"]]
+    answer.close()
+    connection.close()
+    server.flush()  # waits until nothing runs
+    assert (before, counters(server)[server.sampled["running"]]) == (1, 0)
+
+
 def test_pinned_sessions_keep_their_prefix_less_the_checkpoint_distance(servers):
     server = servers("baseline")
     server.flush()
@@ -184,7 +198,7 @@ def test_flush_empties_the_prefix_cache_of_every_slot(servers):
 def test_flush_waits_for_a_cancelled_request_and_refuses_a_running_one(servers):
     server = servers("baseline")
     connection = http.client.HTTPConnection(server.base_url.removeprefix("http://"), timeout=60)
-    body = {"prompt": "abc", "max_tokens": 500, "stream": True, "ignore_eos": True}
+    body = {"prompt": "abc", "max_tokens": 2000, "stream": True, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
     answer.readline()
@@ -200,7 +214,7 @@ def test_flush_waits_for_a_cancelled_request_and_refuses_a_running_one(servers):
 def test_what_the_server_resolved_is_reported(servers, model):
     server = servers("mtp-2")
     found = server.resolved
-    assert found["slots"] == 2 and found["tokens_per_slot"] == 512
+    assert found["slots"] == 2 and found["tokens_per_slot"] == 2048
     assert found["threads"] == 1 and found["layout"] == "cpu, 1 thread"
     assert (found["speculation"], found["draft_width"], found["speculative"]) == ("mtp", 2, True)
     assert found["forced_acceptance"] is None and server.flags == []

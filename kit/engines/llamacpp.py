@@ -26,6 +26,8 @@ What was found out about this server (xllamacpp 2026.10.11549), and holds for wh
 * **Lossless.** Greedy output of all arms, alone and four at once, was equal to the last byte with float32 and Q8_0
   weights, also random ones without margins. With bf16 weights it follows the batch: some outputs differ between one
   request and four at once even without speculation, and so between arms.
+* **Connections.** The server says it keeps connections alive, but closes one right after each streamed answer, without
+  announcing it. A client needs a connection per streamed request. Closing it early cancels the request.
 * **Host prompt cache.** By default the server also copies idle slots' states to a cache in RAM, on the thread that
   decodes. Off here (:attr:`LlamaCppSettings.prompt_cache_mib`), since it takes time from the arms by chance.
 * A speculation that cannot be set up is only logged, and the server serves without it: :func:`start` reads back
