@@ -49,12 +49,14 @@ class WorkloadCard(Card):
 
     trace: str
     """A workload file, relative to the repository or absolute."""
-    api: Literal["chat", "completions"] = "completions"
+    api: Literal["chat", "completions"] = "chat"
     max_output_tokens: int | None = Field(default=None, ge=1)
     """Cap on a request's output (the recorded length otherwise)."""
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Sessions whose history would grow past this are left out."""
+    max_prompt_chars: int | None = Field(default=None, ge=1)
+    """A session ends before the turn whose prompt would be longer: for servers with a short context."""
     think_time_s: float = Field(default=0.0, ge=0)
+    slo: str | None = None
+    """Latency targets for goodput, in ms: ``ttft:500 tpot:50``."""
 
 
 class ArmCard(Card):

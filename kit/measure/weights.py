@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
 from kit.cards import ROOT, EngineName, ModelCard
 from kit.errors import KitError
 
@@ -81,7 +83,15 @@ def _stand_in(card: ModelCard, engine: EngineName) -> Path:
     if not (checkpoint / "config.json").is_file():
         raise KitError(f"{checkpoint} holds no checkpoint: config.json is missing; is the checkout complete?")
     from kit.standin import cache  # grows with numpy: only when weights are needed
+    from kit.standin.grow import GrowSpec
 
+    try:
+        spec = GrowSpec(**card.weights.grow)
+    except ValidationError as error:
+        valid = ", ".join(GrowSpec.model_fields)
+        raise KitError(
+            f"data/models/{card.name}.yaml: weights.grow: {error.errors()[0]['msg']}; it takes {valid}"
+        ) from error
     if engine == "llamacpp":
-        return cache.standin_gguf(checkpoint, card.weights.grow, card.weights.quant)
-    return cache.standin_hf(checkpoint, card.weights.grow)
+        return cache.standin_gguf(checkpoint, spec, card.weights.quant, cache=ROOT / cache.FOLDER)
+    return cache.standin_hf(checkpoint, spec, cache=ROOT / cache.FOLDER)

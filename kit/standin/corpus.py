@@ -527,8 +527,11 @@ def save_tokenizer(tokenizer, folder: Path) -> None:  # noqa: ANN001
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
-def write_trace(path: Path, chosen: Sequence[Session]) -> None:
-    """Write sessions as gzipped JSON lines: {"id", "source", "messages": [{"role", "content"}, …]}."""
+def write_trace(path: Path, chosen: Sequence[Session], tokenizer) -> None:  # noqa: ANN001
+    """Write sessions as gzipped JSON lines: {"id", "source", "messages": [{"role", "content"}, …], "output_tokens"}.
+
+    `output_tokens` holds one number per assistant message: what a server generates for it, its end marker included.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as f:
         for i, s in enumerate(chosen):
@@ -536,6 +539,7 @@ def write_trace(path: Path, chosen: Sequence[Session]) -> None:
                 "id": f"agent-{i:04d}",
                 "source": s.source,
                 "messages": [{"role": m.role, "content": m.content} for m in s.messages],
+                "output_tokens": [len(tokenizer.encode(said + "<|im_end|>").ids) for _, said in s.turns()],
             }
             f.write((json.dumps(row) + "\n").encode())
 
@@ -558,7 +562,7 @@ def write_held_out(out: Path, trace: Path, tokenizer, sources: Sequence[str]) ->
     import numpy as np
 
     chosen = held_out_sessions(400, sources)
-    write_trace(trace, chosen[:200])
+    write_trace(trace, chosen[:200], tokenizer)
     rows = []
     for s in chosen[200:]:
         for history, said in s.turns():
