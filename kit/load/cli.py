@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kit.engines.base import HttpError, api_headers, request
+from kit.engines.base import Server
+from kit.engines.openai import AttachSettings, attach
 from kit.errors import KitError
 from kit.load.cell import load_requests, run_cell
 from kit.load.spec import DriverResult, parse_spec
@@ -77,13 +78,15 @@ def add_parser(verbs: Any) -> None:
 def handle(arguments: argparse.Namespace) -> int:
     """Drive the load points; returns the exit status (1 where a point completed no request)."""
     points = load_points(arguments)
-    base_url = arguments.url.rstrip("/").removesuffix("/v1")
-    dialect, metrics_urls = look_at(base_url, arguments.dialect, arguments.key_env)
+    server = attach(
+        AttachSettings.checked(base_url=arguments.url, model=arguments.model, api_key_env=arguments.key_env)
+    )
+    dialect = server.dialect if arguments.dialect == "auto" else arguments.dialect
     common = {
-        "base_url": base_url,
+        "base_url": server.base_url,
         "dialect": dialect,
         "api": arguments.api,
-        "model": arguments.model,
+        "model": server.model,
         "key_env": arguments.key_env,
         "workload": workload(arguments),
         "arrivals": {"process": arguments.arrivals, "burstiness": arguments.burstiness} if arguments.rate else {},
@@ -97,7 +100,7 @@ def handle(arguments: argparse.Namespace) -> int:
         "continuous_usage": arguments.continuous_usage or None,
         "extra_body": _json_object(arguments.body),
         "slo": arguments.slo,
-        "metrics_urls": metrics_urls,
+        "metrics_urls": [server.metrics_url] if server.metrics_url else [],
         "processes": arguments.processes,
     }
     cells = [(load, repeat) for repeat in range(arguments.repeats) for load in points]
@@ -105,7 +108,7 @@ def handle(arguments: argparse.Namespace) -> int:
     run = _open_run(arguments, specs[0].seed) if arguments.out else None
     columns = columns_for(arguments.slo is not None, arguments.rate is not None)
     described = specs[0].workload
-    print(f"{base_url} ({dialect}, {arguments.api}); workload: {described.kind} {described.path or ''}".rstrip())
+    print(f"{server.base_url} ({dialect}, {arguments.api}); workload: {described.kind} {described.path or ''}".rstrip())
     print("  ".join(title for title, _ in columns))
     empty = False
     for spec, (load, repeat) in zip(specs, cells, strict=True):
@@ -121,7 +124,7 @@ def handle(arguments: argparse.Namespace) -> int:
             if not result.complete:
                 raise KitError(f"{load.label}: the driver was stopped ({result.stopped_by}); nothing is recorded of it")
             if run is not None:
-                _append(run, key, result, folder)
+                _append(run, key, result, folder, server)
         empty = empty or not result.counts or not result.counts.completed
         print("  ".join(f"{show(result):>{len(title)}}" for title, show in columns), flush=True)
         for message, times in result.errors.items():
@@ -162,27 +165,6 @@ def workload(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"kind": "synthetic", "input_tokens": 512, "output_tokens": arguments.output_tokens or 128, **limits}
     kind = arguments.trace_kind or kind_of(trace)
     return {"kind": kind, "path": str(trace), "output_tokens": arguments.output_tokens, **limits}
-
-
-def look_at(base_url: str, dialect: str, key_env: str | None) -> tuple[str, list[str]]:
-    """The server's dialect (by who owns its models) and its metrics page, if it has one.
-
-    Raises KitError if the server does not answer.
-    """
-    headers = api_headers(key_env)
-    if dialect == "auto":
-        try:
-            listed = json.loads(request("GET", f"{base_url}/v1/models", headers=headers))
-            owners = {str(model.get("owned_by")) for model in listed["data"]}
-        except (ValueError, LookupError, TypeError, AttributeError):
-            owners = set()
-        dialect = next((name for name in ("llamacpp", "sglang") if name in owners), "openai")
-    page = f"{base_url}/metrics"
-    try:
-        text = request("GET", page, headers=headers)
-    except HttpError:
-        return dialect, []
-    return dialect, [page] if "# TYPE" in text else []
 
 
 def columns_for(with_slo: bool, open_loop: bool) -> list[Column]:
@@ -257,7 +239,7 @@ def _open_run(arguments: argparse.Namespace, seed: int) -> Run:
     )
 
 
-def _append(run: Run, key: CellKey, result: DriverResult, folder: Path) -> None:
+def _append(run: Run, key: CellKey, result: DriverResult, folder: Path, server: Server) -> None:
     spec = result.spec
     if any(cell.workload_hash != result.workload_hash for cell in run.cells()):
         raise KitError(f"{run.folder} holds cells of another workload; choose another folder for --out")
@@ -277,7 +259,7 @@ def _append(run: Run, key: CellKey, result: DriverResult, folder: Path) -> None:
                 "slo": spec.slo,
                 "processes": spec.processes,
             },
-            resolved={"model": result.model, "dialect": spec.dialect, "api": spec.api},
+            resolved={**server.resolved, "dialect": spec.dialect, "api": spec.api},
             workload_hash=result.workload_hash,
             seed=spec.seed,
             started_at=result.started_at,

@@ -42,6 +42,9 @@ KEEPALIVE_S = 4.0
 """Idle connections are dropped after this: servers commonly close theirs after 5 s (uvicorn, cpp-httplib), and a
 request on a connection that is just being closed would fail."""
 
+STALE_AT_MOST = 10
+"""Kept connections that may turn out to be closed before a request is given up."""
+
 DRAIN_S = 1.0
 """How long to wait for the end of a response after ``[DONE]``, to reuse its connection."""
 
@@ -231,6 +234,10 @@ class Client:
         self.stop_status = "cut_off"
         """Status of a request that is cancelled while under way."""
         self.warmed = 0
+        self.resent = 0
+        self.closes_streams = spec.dialect == "llamacpp"
+        """The server closes a connection after a streamed answer, though it promised to keep it (llama.cpp does; of
+        others it is learnt). Such a connection must not be used again: a request has to be given a new one."""
         self._key = key
         self._auth = {"Authorization": f"Bearer {key}"} if key else {}
         self._path = "/v1/chat/completions" if spec.api == "chat" else "/v1/completions"
@@ -272,7 +279,7 @@ class Client:
         stream.sent_ns = perf_counter_ns()
         try:
             async with asyncio.timeout(self.spec.request_timeout_s):
-                await self._read(stream, data)
+                await self._exchange(stream, data)
             self._judge(stream)
         except TimeoutError:
             self._end(stream, "timed_out", f"no end within {self.spec.request_timeout_s:g} s")
@@ -286,6 +293,23 @@ class Client:
         finally:
             sink(stream)
         return stream
+
+    async def _exchange(self, stream: Stream, data: bytes) -> None:
+        """Send and read; again where a kept connection turned out to be closed, as any HTTP client would.
+
+        The server then never took the request, and what the first attempt cost stays in the latency.
+        """
+        for _ in range(STALE_AT_MOST):
+            try:
+                return await self._read(stream, data)
+            except aiohttp.ClientConnectorError:
+                raise
+            except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, ConnectionResetError):
+                if stream.http_status is not None or stream.connect_ns is not None:
+                    raise
+                self.closes_streams = True
+                self.resent += 1
+        return await self._read(stream, data)
 
     async def _read(self, stream: Stream, data: bytes) -> None:
         trace = SimpleNamespace(stream=stream)
@@ -317,6 +341,8 @@ class Client:
                     while await response.content.readany():
                         pass
             except (TimeoutError, aiohttp.ClientError):
+                response.close()
+            if self.closes_streams:
                 response.close()
 
     def _judge(self, stream: Stream) -> None:

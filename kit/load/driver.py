@@ -98,6 +98,7 @@ class Driven:
     samples: list[ServerSample] = field(default_factory=list)
     client_lag_s: list[float] = field(default_factory=list)
     warmed: int = 0
+    resent: int = 0
     connects_s: list[float] = field(default_factory=list)
     sample_errors: int = 0
 
@@ -180,7 +181,8 @@ class Cell:
         for job in self._client_jobs(number, total):
             if idle_since is not None and self.spec.think_time_s:
                 await asyncio.sleep(self.spec.think_time_s)
-            if idle_since is None or perf_counter_ns() - idle_since > RE_WARM_S * 1e9:
+            paused = idle_since is None or perf_counter_ns() - idle_since > RE_WARM_S * 1e9
+            if paused or self.client.closes_streams:
                 with suppress(KitError):
                     await self.client.warm()
             stream = await self._send(job)
@@ -220,7 +222,13 @@ class Cell:
                     taken += 1
                 at_ns = self.timing.start_ns + round(at_s * 1e9)
                 await self._until(at_ns)
-                group.create_task(self._send(replace(job, scheduled_ns=at_ns)))
+                group.create_task(self._send_open(replace(job, scheduled_ns=at_ns)))
+
+    async def _send_open(self, job: Job) -> None:
+        await self._send(job)
+        if self.client.closes_streams:
+            with suppress(KitError):
+                await self.client.warm()  # one connection was used up: open one for a request to come
 
     def _open_jobs(self) -> Iterator[Job]:
         """Requests in the order in which arrivals take them.
@@ -412,6 +420,7 @@ async def drive(spec: LoadSpec, index: int, of: int, begin: Begin, stop: asyncio
         samples=cell.samples,
         client_lag_s=cell.client_lag_s,
         warmed=client.warmed,
+        resent=client.resent,
         connects_s=in_window,
         sample_errors=cell.sample_errors,
     )
@@ -458,6 +467,7 @@ def summarise(spec: LoadSpec, driven: Driven, started_at: datetime, anchor: tupl
         client_lag_s=driven.client_lag_s,
         connections=Connections(
             warmed=driven.warmed,
+            resent=driven.resent,
             opened_by_requests=len(driven.connects_s),
             connect_max_s=max(driven.connects_s, default=None),
         ),
@@ -497,6 +507,7 @@ def merge(parts: list[Driven]) -> Driven:
         samples=[s for part in parts for s in part.samples],
         client_lag_s=[lag for part in parts for lag in part.client_lag_s],
         warmed=sum(part.warmed for part in parts),
+        resent=sum(part.resent for part in parts),
         connects_s=[c for part in parts for c in part.connects_s],
         sample_errors=sum(part.sample_errors for part in parts),
     )

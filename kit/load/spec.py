@@ -124,6 +124,8 @@ class Connections(Strict):
 
     warmed: int
     """Opened by a plain GET before the clients' first requests."""
+    resent: int
+    """Sent again, since the server had closed the connection that it had promised to keep."""
     opened_by_requests: int
     """Opened by a measured request in the window (its TTFT then holds the connect time)."""
     connect_max_s: float | None
