@@ -57,10 +57,17 @@ Script = Callable[[Answer, dict], Awaitable[None]]
 class ScriptedServer:
     """The server; ``url`` is its base URL."""
 
-    def __init__(self, script: Script, metrics: str | None = None, status: Callable[[int], int] = lambda n: 200):
+    def __init__(
+        self,
+        script: Script,
+        metrics: str | None = None,
+        status: Callable[[int], int] = lambda n: 200,
+        drops: bool = False,
+    ):
         self.script = script
         self.metrics = metrics
         self.status = status
+        self.drops = drops
         self.error_body = '{"error": {"message": "no room"}}'
         self.bodies: list[dict] = []
         self.headers: list[dict] = []
@@ -88,6 +95,9 @@ class ScriptedServer:
             self.answers.append(answer)
             with suppress(ConnectionError):  # cut off by the driver, as it should at the window's end
                 await self.script(answer, self.bodies[-1])
+                if self.drops:  # promised to keep the connection, and closes it: as llama.cpp does
+                    await response.write_eof()
+                    request.transport.close()
             return response
         finally:
             self.active -= 1

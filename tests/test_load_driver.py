@@ -212,6 +212,15 @@ async def test_connections_are_kept_and_opened_before_they_are_timed(tmp_path):
     assert result.connections.warmed >= 3
 
 
+async def test_a_server_that_drops_kept_connections_costs_no_request(tmp_path):
+    async with serving(steady(tokens=3), drops=True) as server:
+        result = await drive(spec(server.url, load={"kind": "closed", "value": 3}), tmp_path)
+    assert len(server.bodies) > 15 and result.counts.failed == 0 and result.errors == {}
+    # Learnt at the latest when each client has met it once; from then on each request finds a new, open connection.
+    assert result.connections.resent <= 6
+    assert len(server.connections) == len(server.bodies)
+
+
 async def test_processes_share_one_load(tmp_path):
     async with serving(steady(tokens=3)) as server:
         common = {"load": {"kind": "open", "value": 30}, "seed": 4}
