@@ -216,7 +216,7 @@ def test_what_the_server_resolved_is_reported(servers, model):
     found = server.resolved
     assert found["slots"] == 2 and found["tokens_per_slot"] == 2048
     assert found["threads"] == 1 and found["layout"] == "cpu, 1 thread"
-    assert (found["speculation"], found["draft_width"], found["speculative"]) == ("mtp", 2, True)
+    assert (found["draft_width"], found["mtp_loaded"], found["ngram"]) == (2, True, None)
     assert found["forced_acceptance"] is None and server.flags == []
     assert found["model_file"] == "peaked.gguf" and found["model_stamp"] == model_stamp(model)
     assert found["engine_build"].startswith("xllamacpp 20")
@@ -224,13 +224,19 @@ def test_what_the_server_resolved_is_reported(servers, model):
     assert server.model in request("GET", f"{server.base_url}/v1/models")
 
 
-def test_arms_differ_in_what_makes_them_arms_only(servers):
-    """Two arms' settings must not differ by accident: a comparison would then not isolate the switch."""
-    one, two = servers("mtp-1").resolved, servers("mtp-2").resolved
-    assert {key for key in one if one[key] != two[key]} == {"draft_width"}
-    none = servers("baseline").resolved
-    different = {key for key in one if one[key] != none[key]}
-    assert different == {"speculation", "speculative", "draft_width", "mtp_loaded"}
+def test_arms_that_differ_in_one_switch_differ_in_one_resolved_setting(servers, model, tmp_path):
+    """Else a comparison of them could not say that it isolates the switch."""
+
+    def difference(one, two):
+        return {key for key in one | two if one.get(key) != two.get(key)}
+
+    widths = [servers(arm).resolved for arm in ("mtp-1", "mtp-2")]
+    assert difference(*widths) == {"draft_width"}
+    assert difference(servers("mtp-2").resolved, servers("mtp-2+ngram").resolved) == {"ngram"}
+    assert difference(servers("baseline").resolved, widths[0]) == {"draft_width", "mtp_loaded"}
+    carried = LlamaCppSettings.checked(model=model, slots=2, tokens_per_slot=2048, threads=1, load_mtp=True)
+    with llamacpp.start(carried, tmp_path) as server:
+        assert difference(server.resolved, widths[0]) == {"draft_width"}
 
 
 def test_the_port_is_open_on_loopback_only(servers):

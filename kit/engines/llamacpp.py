@@ -274,5 +274,4 @@ def _resolved(base_url: str, slots: list[dict[str, Any]], announced: dict[str, A
         "model_type": props["model_ftype"],
         "slots": len(slots),
         "tokens_per_slot": min(slot["n_ctx"] for slot in slots),
-        "speculative": all(slot["speculative"] for slot in slots),
     }

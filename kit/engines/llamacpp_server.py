@@ -64,7 +64,11 @@ def parameters(settings: LlamaCppSettings) -> xllamacpp.CommonParams:
 
 
 def read_back(p: xllamacpp.CommonParams) -> dict[str, str | int | float | bool | None]:
-    """What the server runs with, from its parameters after loading: a value it changed shows."""
+    """What the server runs with, from its parameters after loading: a value it changed shows.
+
+    One switch is one entry (no drafting is ``draft_width`` 0 and no ``ngram``), so that two arms that differ in one
+    switch differ in one entry.
+    """
     kinds = xllamacpp.common_speculative_type
     types = set(p.speculative.types)
     mtp = kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP in types
@@ -81,10 +85,8 @@ def read_back(p: xllamacpp.CommonParams) -> dict[str, str | int | float | bool |
         "prompt_cache_mib": p.cache_ram_mib,
         "state_checkpoints": p.n_ctx_checkpoints,
         "mtp_loaded": p.load_mtp,
-        "speculation": "+".join(name for name, on in (("mtp", mtp), ("ngram", ngram)) if on) or "none",
         "draft_width": p.speculative.draft.n_max if mtp else 0,
-        "ngram_match": lookup.size_n if ngram else None,
-        "ngram_max": lookup.size_m if ngram else None,
+        "ngram": f"match {lookup.size_n}, draft {lookup.size_m}" if ngram else None,
         "forced_acceptance": ",".join(f"{rate:g}" for rate in forced) if forced else None,
     }
 
