@@ -21,6 +21,8 @@ What was found out about this server (xllamacpp 2026.10.11549), and holds for wh
   empty slot. A request for a busy slot waits for it.
 * **N-gram lookup.** Of llama.cpp's several, ``ngram-simple`` looks into the request's own context only. ``ngram-mod``
   and ``ngram-cache`` remember other requests, which no flush empties: later cells would profit from earlier ones.
+  A draft longer than the MTP width makes the server save the recurrent state, and decode the accepted part once more
+  if more is refused than that width: long lookups are dear on this architecture.
 * **Ends.** Prompts over a slot's context are refused with HTTP 400; a context that fills up ends with
   ``finish_reason`` "length" and fewer tokens than asked for.
 * **Lossless.** Greedy output of all arms, alone and four at once, was equal to the last byte with float32 and Q8_0
