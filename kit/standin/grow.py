@@ -2,10 +2,10 @@
 
 **Widening** repeats units: hidden channels, MLP neurons, attention heads, delta-net heads. Whatever reads a repeated
 unit must read the sum of its copies' shares: its input columns are divided among the copies. The shares are not 1/n
-but the n powers of two that sum to 1 (for n = 3: 1/2, 1/4, 1/4), so that every product is exact in bfloat16 and the grown
-checkpoint's function equals the small one's, for any n, up to the order in which an engine sums. RMS norms keep their
-value, since repeating channels keeps their mean square. Copies are laid out as whole repetitions (0 1 2 0 1 2), so that
-blocks of a row that are quantised together stay what they were.
+but the n powers of two that sum to 1 (for n = 3: 1/2, 1/4, 1/4), so that every product is exact in bfloat16 and the
+grown checkpoint's function equals the small one's, for any n, up to the order in which an engine sums. RMS norms keep
+their value, since repeating channels keeps their mean square. Copies are laid out as whole repetitions (0 1 2 0 1 2),
+so that blocks of a row that are quantised together stay what they were.
 
 Heads keep their groups: query head i reads key head i // (heads ÷ kv heads), and so do the delta net's value heads its
 key heads. A grown key head gets queries of its own source's group only, each source query equally often.
