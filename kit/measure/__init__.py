@@ -130,6 +130,8 @@ def _ensure_one(
         return _read(request, name)
     obstacle = missing_for(experiment.engine)
     weights: Path | None = None
+    if experiment.engine == "openai" and "base_url" not in experiment.arm(experiment.baseline).settings:
+        obstacle = card.weights.hint  # nothing to attach to
     if obstacle is None:
         try:
             weights = resolve(card, experiment.engine, request.weights)

@@ -60,8 +60,10 @@ from kit.records.store import Run
 
 SHARED_POOL = "mtp"
 SWITCH_EVERY_S = 0.15
-DRIVER_S = 4.0
-"""What a cell costs beside its own phases: the driver's start, flush, width, read-back."""
+OVERHEAD_S = 4.0
+"""What a cell may cost beside its own phases (the driver's start, flush, width, read-back), until it is known."""
+WARM_REQUESTS, WARM_TOKENS, WARM_WORDS = 4, 48, 250
+"""A new server's first requests, not measured: kernels for new shapes are compiled then."""
 
 
 class Bench:
@@ -76,6 +78,9 @@ class Bench:
         self.stamp = model_stamp(weights)
         self.servers: dict[str, Server] = {}
         """By arm."""
+        self.logs: dict[str, sglang.ServerLog] = {}
+        """What each arm's server logged while it started."""
+        self.overhead_s = OVERHEAD_S
         self.policy: WidthPolicy | None = None
 
     @contextmanager
@@ -102,9 +107,13 @@ class Bench:
                     continue
                 _say(f"{group.name} is up: {server.resolved.get('max_total_num_tokens')} tokens of KV pool")
                 self.servers.update(dict.fromkeys(group.arms, server))
+                self.logs.update(dict.fromkeys(group.arms, sglang.parse_log(server.process.log_text())))
+            for server in {id(server): server for server in self.servers.values()}.values():
+                _long_requests(server, _warm_prompts(), WARM_TOKENS)
             yield failed
         finally:
             self.servers.clear()
+            self.logs.clear()
             for _, starting in begun:
                 starting.deployment.stop()
 
@@ -127,6 +136,7 @@ class Bench:
         """Measure one cell and append its record. A cell that cannot be measured is recorded as failed."""
         server = self.servers[arm.name]
         folder = Path(tempfile.mkdtemp(prefix="kit-cell-"))
+        begun = time.monotonic()
         try:
             self.prepare(arm)
             before = observe(server)
@@ -138,6 +148,7 @@ class Bench:
             record = self.record(server, arm, cell, result, spec, gains(before, after))
             stored = self.run.append(record, load_requests(folder))
             self._keep_samples(cell, folder)
+            self.overhead_s = max(self.overhead_s, time.monotonic() - begun - _phases_s(self.profile))
             return stored
         except KitError as error:
             return self.run.append(failed(self.run, arm, cell, str(error)))
@@ -177,7 +188,7 @@ class Bench:
         gained: Mapping[str, float | None],
     ) -> CellRecord:
         """The cell's record, with what the server resolved after it was driven."""
-        log = sglang.parse_log(server.process.log_text()) if server.process else sglang.ServerLog()
+        log = self.logs[arm.name]
         resolved = sglang.resolved_settings(sglang.server_info(server.base_url), log)
         resolved |= {"layout": server.resolved["layout"], "model_stamp": self.stamp}
         reasons = self._broken(arm, resolved)
@@ -328,6 +339,10 @@ def _wait_for_pools(starting: sglang.Starting, deadline_s: float = 600.0) -> Non
         time.sleep(0.5)
 
 
+def _phases_s(profile: Profile) -> float:
+    return profile.burn_in_s + profile.warm_up_s + profile.window_s
+
+
 def _say(text: str) -> None:
     print(f"{datetime.now(UTC):%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
@@ -454,7 +469,7 @@ def prove_switching(
         if name == "switched":
             turning.start()
         try:
-            answers = _long_requests(server, requests, tokens)
+            answers = _long_requests(server, _prompts(requests), tokens)
         finally:
             stop.set()
         if turning.is_alive():
@@ -515,9 +530,13 @@ def _prompts(requests: int) -> list[str]:
     return [f"# session {number}\nuser: Go on counting from {number * 10}.\n\nassistant:" for number in range(requests)]
 
 
-def _long_requests(server: Server, requests: int, tokens: int) -> list[tuple[RequestRecord, str | None]]:
+def _warm_prompts() -> list[str]:
+    return [f"# warm-up {number}\n" + "the state of the file " * (WARM_WORDS // 5) for number in range(WARM_REQUESTS)]
+
+
+def _long_requests(server: Server, prompts: Sequence[str], tokens: int) -> list[tuple[RequestRecord, str | None]]:
     """Send them at once and wait for all; each answer whole, not streamed."""
-    found: list[tuple[RequestRecord, str | None]] = [None] * requests  # type: ignore[list-item]
+    found: list[tuple[RequestRecord, str | None]] = [None] * len(prompts)  # type: ignore[list-item]
 
     def send(number: int, prompt: str) -> None:
         body = {"text": prompt, "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}}
@@ -546,7 +565,7 @@ def _long_requests(server: Server, requests: int, tokens: int) -> list[tuple[Req
         )
         found[number] = (record, text)
 
-    threads = [threading.Thread(target=send, args=pair) for pair in enumerate(_prompts(requests))]
+    threads = [threading.Thread(target=send, args=pair) for pair in enumerate(prompts)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -614,13 +633,11 @@ def _cells(
     deadline: float,
     arrivals: Callable[[CellKey], Arrivals | None],
 ) -> None:
-    profile = bench.profile
-    needs = profile.burn_in_s + profile.warm_up_s + profile.window_s + DRIVER_S
     done = bench.run.done()
     for cell in cells:
         if cell.id in done or cell.arm not in bench.servers:
             continue
-        if time.monotonic() + needs > deadline:
+        if time.monotonic() + _phases_s(bench.profile) + bench.overhead_s > deadline:
             _say(f"out of time before {cell.id}")
             return
         record = bench.measure(experiment.arm(cell.arm), cell, arrivals(cell))
