@@ -36,7 +36,7 @@ def wobble(arm: str, load: float, repeat: int) -> float:
     return 1 + 0.01 * math.sin(7 * repeat + 3 * load + len(arm) * 5 + (11 if arm.endswith("-again") else 0))
 
 
-def cell(arm: str, load: float, repeat: int, *, again: bool = False, **changes) -> CellRecord:
+def cell(arm: str, load: float, repeat: int, /, **changes) -> CellRecord:
     base = arm.removesuffix("-again")
     rate = BASE[int(load)] * GAIN[base][int(load)] * wobble(arm, load, repeat)
     stream = rate / load

@@ -40,9 +40,9 @@ _MARKERS = ["s", "^", "D", "v", "P", "X", "<", ">", "h", "*"]
 # Arms that the cards and the published notes name have one look for ever, in whatever company they are drawn.
 _KNOWN = {
     "baseline": (BLACK, "o"), "no-mtp": (BLACK, "o"), "a": (BLACK, "o"),
-    "mtp": (BLUE, "s"), "mtp-1": (BLUE, "s"), "mtp1": (BLUE, "s"),
-    "mtp-2": (GREEN, "^"), "mtp2": (GREEN, "^"),
-    "mtp-4": (PURPLE, "v"), "mtp4": (PURPLE, "v"),
+    "mtp": (BLUE, "s"), "mtp-1": (BLUE, "s"), "mtp-w1": (BLUE, "s"),
+    "mtp-2": (GREEN, "^"), "mtp-w2": (GREEN, "^"),
+    "mtp-4": (PURPLE, "v"), "mtp-w4": (PURPLE, "v"),
     "mtp-ngram": (RED, "D"), "mtp+ngram": (RED, "D"),
     "ngram": (ORANGE, "P"),
     "off": ("#777777", "o"), "width-0": ("#777777", "o"), "w0": ("#777777", "o"), "b0": ("#777777", "o"),

@@ -183,13 +183,14 @@ def from_cells(
     runs: Mapping[str, tuple[str | None, bool | None]] | None = None,
     flags: Iterable[str] = (),
     arms: Sequence[str] | None = None,
+    order: Sequence[str] = (),
 ) -> Sweep:
     """Arrange the cells of one experiment.
 
     ``lines`` maps (run id, cell id) to (file, line) and ``runs`` a run id to (commit, dirty), for the source line.
     ``flags`` are labels of the whole run (stand-in, simulated). ``arms`` picks and orders the arms drawn; all arms of
-    the experiment still share out the colours. Repeats of several runs are kept apart. Cells that failed or broke a
-    rule are left out, and the notes say how many and why.
+    the experiment still share out the colours, in ``order`` (the card's). Repeats of several runs are kept apart. Cells
+    that failed or broke a rule are left out, and the notes say how many and why.
 
     Raises KitError for no cells, a mixture of experiments, an unknown arm, or arms that must not share one chart.
     """
@@ -200,7 +201,7 @@ def from_cells(
         raise KitError(f"one figure shows one experiment, not {listed(experiments)}")
     present = list(dict.fromkeys(cell.cell.arm for cell in cells))
     twins = {arm for arm in present if arm.endswith(AGAIN) and arm.removesuffix(AGAIN) in present}
-    every = [arm for arm in _in_order(cells, present) if arm not in twins]
+    every = [arm for arm in _in_order(cells, present, order) if arm not in twins]
     if baseline is None and "baseline" in every:
         baseline = "baseline"
     if baseline is not None and baseline not in every:
@@ -244,15 +245,18 @@ def from_cells(
     )
 
 
-def _in_order(cells: Sequence[CellRecord], arms: list[str]) -> list[str]:
-    """Arms by ascending draft width where all have one (cells come in a shuffled order), else as first met."""
+def _in_order(cells: Sequence[CellRecord], arms: list[str], order: Sequence[str]) -> list[str]:
+    """Arms in the given order; those it does not name after them, by draft width (cells come in a shuffled order)."""
     first = {arm: next(c for c in cells if c.cell.arm == arm) for arm in arms}
 
     def key(arm: str) -> tuple:
-        width = first[arm].arm.settings.get("draft_width")
-        plain = arm == "baseline" or arm.startswith("no-")
+        if arm in order:
+            return (False, order.index(arm))
+        settings = first[arm].arm.settings
+        width = settings.get("draft_width")
+        plain = arm == "baseline" or settings.get("speculation") == "none"
         numeric = width if isinstance(width, int | float) and not isinstance(width, bool) else 0 if plain else 99
-        return (not plain, numeric, len(first[arm].arm.label), arm)
+        return (True, not plain, numeric, len(first[arm].arm.label), arm)
 
     return sorted(arms, key=key)
 

@@ -14,6 +14,7 @@ import pandas as pd
 
 from kit.figures.figure import Figure, NotRecorded, Source, listed, number, percent
 from kit.figures.style import BLACK, BLUE, FONT_PT, GREEN, MUTED, RED, panels, styled, to_svg
+from kit.figures.sweep import Sweep
 from kit.records.stats import Estimate, ratio_estimate
 
 
@@ -164,3 +165,23 @@ def _headline(ladders: Sequence[Ladder], letter: str) -> str:
         return f"No step costs throughput {where}; the largest gain is {max(sure or steps, key=lambda p: p[1].mean)[0]}"
     tail = "" if sure else f" (n = {change.n}, so the noise is unknown)"
     return f"{title[:1].upper()}{title[1:]} is the largest cost {where}: {percent(change.mean)}{tail}"
+
+
+def ladders(sweep: Sweep, steps: Sequence[tuple[str, str | None]], metric: str = "output_tps") -> list[Ladder]:
+    """A ladder per load from a sweep's arms. ``steps``: (arm, what separates it from the one before).
+
+    An arm that was not measured is left out, and its step is joined to the next one's name.
+    """
+    found = []
+    for load in sweep.loads:
+        rungs: list[Rung] = []
+        pending: list[str] = []
+        for arm, step in steps:
+            pending += [step] if step else []
+            values = sweep.repeats(metric, arm, load)
+            if not any(v is not None for v in values.values()):
+                continue
+            rungs.append(Rung(sweep.label(arm), values, " + ".join(pending) if rungs else None))
+            pending = []
+        found.append(Ladder(load, rungs))
+    return found

@@ -20,7 +20,8 @@ from typing import Any
 import pandas as pd
 
 from kit.cards import ROOT
-from kit.figures.figure import Figure, NotRecorded, listed, table_html
+from kit.errors import KitError
+from kit.figures.figure import Figure, NotRecorded, Source, listed, table_html
 from kit.figures.sweep import Sweep, from_cells
 from kit.records.metrics import METRICS, ratio
 from kit.records.schema import CellRecord, RunRecord
@@ -56,6 +57,15 @@ class Evidence:
         return None
 
     @cached_property
+    def order(self) -> list[str]:
+        """The card's arms of this experiment, in the card's order."""
+        arms: list[str] = []
+        for run in self.runs:
+            card = run.record.card.get("experiments", {}).get(self.experiment, {})
+            arms.extend(card.get("arms", {}) if isinstance(card, dict) else ())
+        return list(dict.fromkeys(arms))
+
+    @cached_property
     def labels(self) -> list[str]:
         """Labels of whole runs: stand-in, recorded elsewhere, notes."""
         found: list[str] = []
@@ -70,6 +80,11 @@ class Evidence:
             found.extend(record.notes)
         return list(dict.fromkeys(found))
 
+    @property
+    def sources(self) -> Sequence[Source]:
+        """Where the experiment's cells lie."""
+        return self.sweep().sources
+
     def sweep(self, arms: Sequence[str] | None = None, baseline: str | None = None) -> Sweep:
         """The cells arranged for drawing. Raises KitError if the arms must not share a chart."""
         lines = {}
@@ -78,7 +93,9 @@ class Evidence:
             for number, cell in enumerate(run.cells(), 1):
                 lines[(run.record.run_id, cell.cell.id)] = (file, number)
         commits = {r.run_id: (r.provenance.commit, r.provenance.dirty) for r in self.run_records}
-        return from_cells(self.cells, baseline or self.baseline, lines, commits, self.labels, arms)
+        if baseline is None and any(c.cell.arm == self.baseline for c in self.cells):
+            baseline = self.baseline  # a run that was cut short may not have it
+        return from_cells(self.cells, baseline, lines, commits, self.labels, arms, self.order)
 
     @cached_property
     def identical(self) -> list[tuple[str, int, int]]:
@@ -112,6 +129,16 @@ def records(
     )
 
 
+def find(
+    model: str, experiment: str, profile: str = "quick", weights: str | None = None, base_url: str | None = None
+) -> Evidence | None:
+    """Records of an experiment that a model may not have; nothing is measured for it. None if there are none."""
+    try:
+        return records(model, experiment, profile, "never", weights, base_url)
+    except KitError:
+        return None
+
+
 def show(figure: Callable[..., Figure], *args: Any, **kwargs: Any) -> None:
     """Draw and display a figure; where the quantity was not recorded, a line says so instead."""
     try:
@@ -121,6 +148,24 @@ def show(figure: Callable[..., Figure], *args: Any, **kwargs: Any) -> None:
         return
     html, metadata = made._repr_html_()
     _display(html, metadata)
+
+
+def section(title: str, text: str, make: Callable[[], Figure | pd.DataFrame], given: object = True) -> None:
+    """A section that only some models' records can fill: its heading and text stand there only if they do.
+
+    ``given`` is None where its records were not found.
+    """
+    if given is None:
+        return
+    try:
+        made = make()
+    except NotRecorded:
+        return
+    _display(f"<h2>{escape(title)}</h2><p>{escape(text)}</p>")
+    if isinstance(made, Figure):
+        _display(*made._repr_html_())
+    else:
+        _display(table_html(made))
 
 
 def answer(sweep: Sweep, metric: str = "output_tps") -> None:
