@@ -32,6 +32,9 @@ from kit.records.schema import Scalar
 PYTHON = "KIT_SGLANG_PYTHON"
 """Environment variable: the Python that has SGLang."""
 
+EXTRA_ARGS = "KIT_SGLANG_EXTRA_ARGS"
+"""Environment variable: options that this machine needs whatever the card (kernels it lacks, …)."""
+
 PLUGIN = "draft_width"
 DEFAULT_PORT = 30000
 DEADLINE_S = 900.0
@@ -96,6 +99,8 @@ class SGLangSettings(BaseModel):
     attention_backend: str | None = None
     sampling_backend: str | None = None
     quantization: str | None = None
+    decode_log_interval: int = Field(default=8, ge=1)
+    """Decode steps between log lines, and between updates of the gauges."""
     device_timers: bool = True
     """GPU seconds by kind of forward pass, in the metrics."""
     extra_args: str = ""
@@ -246,7 +251,8 @@ def launch_commands(
 
 
 def _words(python: str, words: list[str], settings: SGLangSettings) -> list[str]:
-    return [python, "-m", "sglang.launch_server", *words, *shlex.split(settings.extra_args)]
+    here = shlex.split(os.environ.get(EXTRA_ARGS, ""))
+    return [python, "-m", "sglang.launch_server", *words, *shlex.split(settings.extra_args), *here]
 
 
 def _address(host: str, port: int) -> list[str]:
@@ -280,7 +286,8 @@ def _common(settings: SGLangSettings, model: Path | str, folder: Path) -> list[s
     words += _option("--attention-backend", settings.attention_backend)
     words += _option("--sampling-backend", settings.sampling_backend)
     words += _option("--quantization", settings.quantization)
-    words += ["--enable-metrics", "--decode-log-interval", "1", "--enable-cache-report"]
+    words += ["--enable-metrics", "--enable-cache-report"]
+    words += ["--decode-log-interval", str(settings.decode_log_interval)]
     if settings.speculation == "mtp":
         # The widest first: hybrid models size their per-draft-token state by the start-up width.
         width = max(settings.widths) if settings.widths else settings.draft_width

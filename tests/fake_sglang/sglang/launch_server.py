@@ -155,10 +155,11 @@ def application(fake):
 
     async def generate(request):
         body = await request.json()
-        text = ""
-        async for piece, _, _ in fake.stream(body["sampling_params"]["max_new_tokens"]):
+        text, count, last = "", 0, None
+        async for piece, count, last in fake.stream(body["sampling_params"]["max_new_tokens"]):  # noqa: B007
             text += piece
-        return web.json_response({"text": text})
+        meta = {"prompt_tokens": 4, "completion_tokens": count, "spec_verify_ct": last["verify"]}
+        return web.json_response({"text": text, "meta_info": meta})
 
     async def models(_):
         return web.json_response({"data": [{"id": fake.args.served_model_name}]})
@@ -171,11 +172,13 @@ def application(fake):
         async def send(value):
             await response.write(f"data: {json.dumps(value)}\n\n".encode())
 
+        chat = "messages" in body
         prompt = len(str(body.get("prompt", body.get("messages")))) // 4
         last = None
         async for piece, count, last in fake.stream(body["max_tokens"]):  # noqa: B007
             usage = {"prompt_tokens": prompt, "completion_tokens": count}
-            choice = {"index": 0, "text": piece, "finish_reason": None}
+            said = {"delta": {"content": piece}} if chat else {"text": piece}
+            choice = {"index": 0, **said, "finish_reason": None}
             await send({"id": "x", "choices": [choice], "usage": usage})
         details = None
         if fake.mode != "none":
@@ -200,6 +203,7 @@ def application(fake):
             web.post("/generate", generate),
             web.get("/v1/models", models),
             web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", completions),
         ]
     )
     return app
