@@ -389,6 +389,29 @@ async def test_an_older_result_does_not_pass_for_a_failed_cells(tmp_path):
         load_result(tmp_path)
 
 
+async def test_a_mooncake_trace_is_replayed_at_its_own_times(tmp_path):
+    rows = [
+        {"timestamp": at, "input_length": 600, "output_length": 3, "hash_ids": [7, i]}
+        for i, at in enumerate([0, 100, 400, 500, 600])
+    ]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    async with serving(steady(tokens=3)) as server:
+        asked = spec(
+            server.url,
+            workload={"kind": "mooncake", "path": str(tmp_path / "m.jsonl")},
+            load={"kind": "trace", "value": 5.0},
+            arrivals={"process": "trace"},
+        )
+        result = await drive(asked, tmp_path / "out")
+    requests = list(load_requests(tmp_path / "out"))
+    start = requests[0].scheduled_ns
+    # The recorded mean gap is 150 ms; at 5 requests a second it is 200 ms, and the shape is kept.
+    assert [round((r.scheduled_ns - start) / 1e6) for r in requests] == pytest.approx([0, 133, 533, 667, 800], abs=1)
+    texts = [b["messages"][0]["content"] for b in server.bodies]
+    assert len({t[:2000] for t in texts}) == 1 and len(set(texts)) == 5, "the shared block is not shared"
+    assert result.lengths == "recorded" and {b["max_tokens"] for b in server.bodies} == {3}
+
+
 async def test_output_lengths_are_asked_of_the_tokenizer_or_else_by_characters(tmp_path):
     talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x" * 40}]
     (tmp_path / "s.json").write_text(json.dumps([{"conversations": talk}]))

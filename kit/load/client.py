@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -423,7 +424,8 @@ async def connect(spec: LoadSpec) -> AsyncIterator[Client]:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
         headers={"Accept-Encoding": "identity"},
         trace_configs=[_connect_trace()],
-        trust_env=False,
+        # Proxies of the environment are for other hosts; a server on this one is asked directly.
+        trust_env=urlsplit(spec.base_url).hostname not in ("127.0.0.1", "::1", "localhost"),
     ) as session:
         client = Client(session, spec, spec.model or "", key)
         if spec.model is None:

@@ -298,7 +298,7 @@ class Cell:
         while True:
             due = perf_counter_ns() + round(LAG_INTERVAL_S * 1e9)
             await asyncio.sleep(LAG_INTERVAL_S)
-            self.client_lag_s.append(max(perf_counter_ns() - due, 0) / 1e9)
+            self.client_lag_s.append(round(max(perf_counter_ns() - due, 0) / 1e9, 6))
 
     async def _sample(self) -> None:
         """Poll the server's metrics at both edges of the window and in between."""
