@@ -104,7 +104,7 @@ def test_identity_layers_do_work_but_write_nothing(small):
 
 def test_multimodal_form_grows_and_keeps_the_function(small, expected, tmp_path):
     ck = open_checkpoint(small)
-    ck.files.update({p.name: p for p in TOKENIZER.glob("*.json")})
+    ck.files.update({p.name: p for p in TOKENIZER.glob("tokenizer*.json")})
     form = conditional_generation(ck)
     added = json.loads((TOKENIZER / "tokenizer.json").read_text())["added_tokens"]
     assert form.config["image_token_id"] == next(t["id"] for t in added if t["content"] == "<|image_pad|>")
@@ -121,7 +121,7 @@ def test_multimodal_form_grows_and_keeps_the_function(small, expected, tmp_path)
 def test_multimodal_form_loads_in_transformers(small, tmp_path):
     transformers = pytest.importorskip("transformers")
     ck = open_checkpoint(small)
-    ck.files.update({p.name: p for p in TOKENIZER.glob("*.json")})
+    ck.files.update({p.name: p for p in TOKENIZER.glob("tokenizer*.json")})
     write_checkpoint(grow(conditional_generation(ck), GrowSpec(hidden=2)), tmp_path / "hf")
     model, report = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(
         tmp_path / "hf", output_loading_info=True, dtype=torch.float32
@@ -155,6 +155,7 @@ def test_readable_by_safetensors(small, tmp_path):
 def test_command_line(small, tmp_path, capsys):
     assert G.main([str(small), str(tmp_path / "out"), "--hidden", "2", "--layers", "2"]) == 0
     assert open_checkpoint(tmp_path / "out").text_config["num_hidden_layers"] == 8
+    assert "hidden × 2, layers × 2" in (tmp_path / "out" / "README.md").read_text()
     assert G.main([str(small), str(tmp_path / "out")]) == 2
     assert "not empty" in capsys.readouterr().err
     assert G.main([str(tmp_path / "nothing"), str(tmp_path / "x")]) == 2

@@ -226,13 +226,13 @@ def write_checkpoint(
             "metadata": {"total_size": checkpoint.nbytes},
             "weight_map": {n: name for name, shard in zip(names, shards, strict=True) for n in shard},
         }
-        (partial_folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-        (partial_folder / "config.json").write_text(json.dumps(checkpoint.config, indent=1) + "\n")
         for name, content in checkpoint.files.items():
             if isinstance(content, Path):
                 shutil.copyfile(content, partial_folder / name)
             else:
                 (partial_folder / name).write_text(content)
+        (partial_folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        (partial_folder / "config.json").write_text(json.dumps(checkpoint.config, indent=1) + "\n")
         if folder.exists():
             folder.rmdir()
         partial_folder.rename(folder)

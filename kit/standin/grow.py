@@ -319,7 +319,18 @@ def grow(checkpoint: Checkpoint, spec: GrowSpec) -> Checkpoint:
         for prefix, ending, tensor in by_layer[old]:
             silent = identity and ending in INTO_RESIDUAL
             tensors[f"{prefix}.{new}.{ending}"] = zeros(tensor.dtype, tensor.shape) if silent else tensor
-    return Checkpoint(grown_config(checkpoint.config, spec), tensors | rest, checkpoint.files)
+    grown = Checkpoint(grown_config(checkpoint.config, spec), tensors | rest)
+    return Checkpoint(grown.config, grown.tensors, {**checkpoint.files, "README.md": _card(checkpoint, grown, spec)})
+
+
+def _card(small: Checkpoint, grown: Checkpoint, spec: GrowSpec) -> str:
+    """The grown folder's model card, in place of the small checkpoint's."""
+    factors = ", ".join(f"{k} × {v}" for k, v in spec.model_dump(exclude_none=True).items() if v > 1) or "none"
+    return (
+        f"# Stand-in, grown\n\nA checkpoint of {small.parameters / 1e6:.2f} M parameters grown to "
+        f"{grown.parameters / 1e6:.2f} M by `kit/standin/grow.py` (factors: {factors}). It computes the small model's "
+        "function: its speed is that of its size, its text and its draft acceptance are the small model's.\n"
+    )
 
 
 def spec_arguments(parser: argparse.ArgumentParser) -> None:
