@@ -78,7 +78,7 @@ def test_cells_that_failed_are_left_out_and_named() -> None:
     ]
     sweep = from_cells(cells)
     assert 7 not in sweep.repeats("output_tps", "mtp-1", 2)
-    assert any("mtp-1 at c2, repeat 8 (invalid: client-bound)" in note for note in sweep.notes)
+    assert sweep.notes == ["Left out: 1 cell (invalid: client-bound): mtp-1 at c2 repeat 8."]
 
 
 def test_arms_of_another_layout_share_no_chart() -> None:
@@ -138,3 +138,18 @@ def test_labels_are_pushed_apart_and_stay_inside() -> None:
     assert all(b - a >= 0.1 - 1e-9 for a, b in itertools.pairwise(ordered))
     assert max(placed) <= 1.02 - 0.05 + 1e-9
     assert sorted(range(5), key=lambda i: placed[i]) == [2, 0, 1, 3, 4]
+
+
+def test_a_long_list_of_differences_is_cut_in_a_caption() -> None:
+    changed = [
+        c.model_copy(update={"resolved": {**c.resolved, **{f"setting_{i}": c.cell.arm for i in range(9)}}})
+        for c in data.cells()
+    ]
+    sentence = from_cells(changed).comparison
+    assert "10 settings differ" in sentence and "…" in sentence and "mtp-2" not in sentence
+
+
+def test_when_nothing_ended_well_the_reasons_are_grouped() -> None:
+    cells = [data.cell("mtp-1", load, 0, status="invalid", reason="no token") for load in (1, 2)]
+    with pytest.raises(KitError, match=r"2 cells \(invalid: no token\)"):
+        from_cells(cells)

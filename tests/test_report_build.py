@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import stat
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import nbformat
 import pytest
 import yaml
 
+from kit import measure
 from kit.errors import KitError
 from kit.report import build
 from kit.report.execute import check_parameters, parameters_of
@@ -213,7 +216,7 @@ def test_without_a_printer_the_page_stays_and_the_reason_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("KIT_CHROMIUM", "no-such-browser")
-    monkeypatch.setitem(__import__("sys").modules, "weasyprint", None)
+    monkeypatch.setitem(sys.modules, "weasyprint", None)
     page = build("m", [notebook(tmp_path / "one.ipynb", "1")], {}, tmp_path / "out", pdf=True)
     assert page.is_file() and not page.with_suffix(".pdf").exists()
     assert "apt install chromium" in capsys.readouterr().err
@@ -226,7 +229,7 @@ def test_a_browser_that_prints_an_error_page_is_found_out(tmp_path: Path, monkey
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("KIT_CHROMIUM", str(fake))
     # Without pdftotext, so that the check does not depend on the machine.
-    which = __import__("shutil").which
+    which = shutil.which
     monkeypatch.setattr("kit.report.pdf.shutil.which", lambda name: None if name == "pdftotext" else which(name))
     page = tmp_path / "index.html"
     page.write_text("<title>The report</title>")
@@ -241,3 +244,28 @@ def test_a_browser_that_prints_an_error_page_is_found_out(tmp_path: Path, monkey
 def test_a_real_browser_prints_the_report(report: Path, tmp_path: Path) -> None:
     out = print_pdf(report, tmp_path / "index.pdf")
     assert out.read_bytes().startswith(b"%PDF-") and out.stat().st_size > 50_000
+
+
+def test_make_measures_first_then_draws_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["kit.report.make"]  # the package's attribute of that name is the function
+    run = data.make_run(tmp_path / "runs" / "r1")
+    asked: list[measure.Request] = []
+
+    def ensure_all(request: measure.Request) -> measure.Found:
+        asked.append(request)
+        return measure.Found({"concurrency": [run]}, {"draft_width": "no such engine here"})
+
+    monkeypatch.setattr(measure, "ensure_all", ensure_all)
+    for name in ("kit.report.make", "kit.report.build"):
+        monkeypatch.setattr(sys.modules[name], "NOTEBOOKS", tmp_path)
+    notebook(
+        tmp_path / "concurrency.ipynb",
+        "print(f'reads {MODEL} {PROFILE} {MEASURE}')",
+        parameters="MODEL = ''\nPROFILE = ''\nMEASURE = 'auto'\nBASE_URL = None",
+    )
+    request = measure.Request("tiny-mtp", "quick")
+    page = module.make(request, out=tmp_path / "out", pdf="no")
+    text = page.read_text()
+    assert asked == [request]
+    assert "reads tiny-mtp quick never" in text  # a notebook never measures behind the measurement's back
+    assert "Not in this report: draft_width. no such engine here" in text

@@ -121,3 +121,13 @@ def test_the_servers_own_words_are_translated_and_positions_counted() -> None:
         }
     )
     assert words == {"running": 3.5, "queued": 0.5, "accepted at position 1": 0.75, "accepted at position 2": 0.5}
+
+
+def test_short_notes_follow_every_figure_and_long_ones_stand_in_the_method_table(tmp_path: Path) -> None:
+    long = "Deployments ran side by side on one GPU, one of them driven at a time."
+    run = data.make_run(tmp_path / "run", notes=["forced split", long])
+    evidence = Evidence("concurrency", [run])
+    assert "forced split" in evidence.labels and long not in evidence.labels
+    rows = dict(method(evidence.run_records, evidence.cells))
+    assert long in rows["Notes"]
+    assert rows["What differs"] == "draft_width (baseline: 0, mtp-1: 1, mtp-2: 2)"

@@ -16,7 +16,7 @@ from typing import Literal
 from kit.errors import KitError
 from kit.figures.figure import Source, listed, ranges, times
 from kit.figures.style import Look, looks
-from kit.records.compare import require_comparable
+from kit.records.compare import Comparison, require_comparable
 from kit.records.metrics import METRICS
 from kit.records.schema import CellRecord
 from kit.records.stats import MIN_REPEATS_FOR_INTERVAL, Estimate, estimate, ratio_estimate
@@ -236,7 +236,7 @@ def from_cells(
         values=values,
         baseline=baseline if baseline in shown else None,
         load_kind=kinds.pop(),
-        comparison=comparison.sentence() if len(shown) > 1 else "",
+        comparison=comparison_sentence(comparison) if len(shown) > 1 else "",
         sources=_sources(good, lines or {}, runs or {}),
         flags=[*flags, *_cell_flags(good)],
         notes=[f"Left out: {text}." for text in _left_out(cells)],
@@ -262,12 +262,26 @@ def _in_order(cells: Sequence[CellRecord], arms: list[str], order: Sequence[str]
 
 
 def _left_out(cells: Sequence[CellRecord]) -> list[str]:
+    """The cells that did not end well, by what was wrong with them."""
+    found: dict[str, list[str]] = {}
+    for c in cells:
+        if c.status != "ok":
+            place = f"{c.cell.arm} at {c.cell.load.label} repeat {c.cell.repeat + 1}"
+            found.setdefault(f"{c.status}: {c.reason or 'no reason recorded'}", []).append(place)
     return [
-        f"{c.cell.arm} at {c.cell.load.label}, repeat {c.cell.repeat + 1} "
-        f"({c.status}: {c.reason or 'no reason recorded'})"
-        for c in cells
-        if c.status != "ok"
+        f"{len(places)} cell{'s' if len(places) > 1 else ''} ({why}): {', '.join(places[:6])}"
+        + (" …" if len(places) > 6 else "")
+        for why, places in found.items()
     ]
+
+
+def comparison_sentence(comparison: Comparison, most: int = 4) -> str:
+    """What differs between the arms, short enough for a caption: beyond ``most`` settings only their names."""
+    if len(comparison.differences) <= most:
+        return comparison.sentence()
+    names = [d.field for d in comparison.differences]
+    shown = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
+    return f"Deployments are compared: {len(names)} settings differ ({shown}; all are in the method table)."
 
 
 def _cell_flags(cells: Sequence[CellRecord]) -> list[str]:

@@ -7,6 +7,7 @@ from html import escape
 
 from kit.figures.figure import listed, number
 from kit.figures.sweep import AGAIN
+from kit.records.compare import compare
 from kit.records.metrics import METRICS, METRICS_VERSION
 from kit.records.schema import CellRecord, RequestRecord, RunRecord
 
@@ -81,9 +82,14 @@ def method(
         ("Measured", "; ".join(dict.fromkeys(f"{r.created_at:%Y-%m-%d %H:%M} UTC, profile {r.profile}" for r in runs)))
     )
     rows.append(("Seed", ", ".join(dict.fromkeys(str(r.seed) for r in runs))))
+    by_arm = {arm: [c for c in cells if c.cell.arm == arm and c.status == "ok"] for arm in labels}
+    by_arm = {arm: found for arm, found in by_arm.items() if found}
+    if len(by_arm) > 1:
+        found = compare(by_arm)
+        rows.append(("What differs", "; ".join(map(str, [*found.blocking, *found.differences])) or "nothing"))
     notes = list(dict.fromkeys(note for r in runs for note in r.notes))
     if notes:
-        rows.append(("Labels", "; ".join(notes)))
+        rows.append(("Notes", " ".join(notes)))
     return rows
 
 

@@ -77,7 +77,8 @@ class Evidence:
                 gpus = [g.name for g in record.provenance.gpus]
                 where = ", ".join(f"{gpus.count(g)} × {g}" for g in dict.fromkeys(gpus)) or record.provenance.cpu or ""
                 found.append(f"recorded {record.created_at:%Y-%m-%d}" + (f" on {where}" if where else ""))
-            found.extend(record.notes)
+            # A note of a sentence or more belongs into the method table; a word follows every number.
+            found.extend(n for n in record.notes if len(n) <= 40 or "forced" in n or "simulated" in n)
         return list(dict.fromkeys(found))
 
     @property
