@@ -9,8 +9,8 @@ It drives one cell and writes to FOLDER
 and reports progress as JSON lines on stdout. Measuring runs in a process of its own so that nothing else shares
 its event loop; how late that loop ran is sampled through the window and recorded.
 
-Phases: burn-in (closed loop: the clients' starts are spread over it, each at a seeded turn of its first session, so
-that there is no burst and no common phase), warm-up at full load, then the window. Load flows across both edges
+Phases: burn-in (closed loop: the clients' starts are spread over it, so that there is no burst and they are at
+different turns of their sessions afterwards), warm-up at full load, then the window. Load flows across both edges
 of the window: nothing is drained before it, and what is under way at its end is cut off and recorded as such.
 
 SIGINT or SIGTERM ends the cell early: what was under way is recorded as cancelled and the result is marked
@@ -128,10 +128,8 @@ class Cell:
         self.tallies = {"sent": 0, "ok": 0, "failed": 0, "timed_out": 0}
         # Streams of randomness that do not touch each other, from what the cell is: never from the arm.
         identity = [spec.seed, spec.repeat, int(spec.load.value * 1e6), *spec.load.kind.encode()]
-        self.arrival_seed, order_seed, phase_seed = np.random.SeedSequence(identity).spawn(3)
+        self.arrival_seed, order_seed = np.random.SeedSequence(identity).spawn(2)
         self.order = np.random.default_rng(order_seed).permutation(len(workload.sessions))
-        clients = int(spec.load.value) if spec.load.kind == "closed" else 0
-        self.phases = [float(np.random.default_rng(seed).random()) for seed in phase_seed.spawn(clients)]
 
     async def run(self, stop: asyncio.Event, report: Report) -> str | None:
         """Drive the cell to its end, or until ``stop`` is set. Returns why it stopped early, if it did."""
@@ -196,9 +194,7 @@ class Cell:
         for round_ in count():
             place = number + round_ * total
             session = self.workload.sessions[self.order[place % len(self.order)]]
-            turns = list(enumerate(session.turns))
-            # Clients that all began at a first turn would grow their contexts in step.
-            for turn_number, turn in turns[int(self.phases[number] * len(turns)) if round_ == 0 else 0 :]:
+            for turn_number, turn in enumerate(session.turns):
                 yield self._job(session, turn_number, turn, place, client=number)
 
     async def _open(self) -> None:
