@@ -161,7 +161,7 @@ def test_goodput_is_drawn_with_its_targets() -> None:
 
 def test_fit_recovers_the_model_and_its_limit() -> None:
     fit = fit_depths([*depth_points(), DepthPoint(None, [3072 / 4])], 3072)
-    assert (fit.a, fit.b) == (pytest.approx(4), pytest.approx(2))
+    assert tuple(fit.line) == (pytest.approx(4), pytest.approx(2))
     assert fit.input_tps(float("inf")) == pytest.approx(768)
     assert fit_depths([DepthPoint(4, [700.0])], 3072) is None
 

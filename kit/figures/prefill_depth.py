@@ -6,6 +6,7 @@ once in N chunks), so throughput rises towards chunk/a. The fitted curve is a mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from kit.deferred.model import Line, fit_line
 from kit.figures.figure import Figure, NotRecorded, Source, listed, number, percent
 from kit.figures.style import BLUE, FONT_PT, GREEN, MUTED, ORANGE, PURPLE, RED, Look, end_labels, panels, styled, to_svg
 from kit.records.stats import Estimate, estimate
@@ -31,15 +33,14 @@ class DepthPoint:
 
 @dataclass(frozen=True)
 class DepthFit:
-    """t(N) = a + b/N, seconds per chunk of ``chunk_tokens`` tokens."""
+    """The model's line t(N) = a + b/N (``kit.deferred.model``), for chunks of ``chunk_tokens`` tokens."""
 
-    a: float
-    b: float
+    line: Line
     chunk_tokens: int
 
     def input_tps(self, depth: float) -> float:
         """Tokens per second the model gives at a depth (``inf``: the limit)."""
-        return self.chunk_tokens / (self.a + (0 if depth == float("inf") else self.b / depth))
+        return self.chunk_tokens / self.line.at(depth)
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,11 @@ class DepthSeries:
 
 
 def fit_depths(points: Sequence[DepthPoint], chunk_tokens: int) -> DepthFit | None:
-    """Least squares of t(N) = a + b/N over the points' mean seconds per chunk; None for fewer than two depths.
-
-    The whole prompt counts as N = ∞. t is linear in 1/N, so the solution is the ordinary one.
-    """
-    xs = [0.0 if p.depth is None else 1 / p.depth for p in points if p.input_tps]
-    ts = [chunk_tokens * float(np.mean([1 / v for v in p.input_tps])) for p in points if p.input_tps]
-    if len(set(xs)) < 2:
+    """The line fitted to all repeats of the points, the whole prompt as N = ∞; None for fewer than two depths."""
+    pairs = [(math.inf if p.depth is None else p.depth, chunk_tokens / v) for p in points for v in p.input_tps]
+    if len({depth for depth, _ in pairs}) < 2:
         return None
-    b, a = np.polyfit(xs, ts, 1)
-    return DepthFit(float(a), float(b), chunk_tokens)
+    return DepthFit(fit_line(pairs), chunk_tokens)
 
 
 def prefill_depth(
@@ -113,7 +109,7 @@ def prefill_depth(
             if s.no_mtp and (e := estimate(list(s.no_mtp))):
                 rows.append({"series": s.label, "depth": "no MTP", "input t/s": e.mean, "n": e.n})
     fits = [
-        f"{s.label}: a = {s.fit.a:.3g} s, b = {s.fit.b:.3g} s per {s.fit.chunk_tokens}-token chunk, "
+        f"{s.label}: a = {s.fit.line.a:.3g} s, b = {s.fit.line.b:.3g} s per {s.fit.chunk_tokens}-token chunk, "
         f"limit {number(s.fit.input_tps(float('inf')))} t/s"
         for group in groups
         for s in group

@@ -18,6 +18,7 @@ import pandas as pd
 import yaml
 
 from kit.cards import ROOT
+from kit.deferred.model import chunk_bytes
 from kit.errors import KitError
 from kit.figures.figure import Source, number
 from kit.figures.memory_bill import MIB, MemoryRow
@@ -272,7 +273,7 @@ def depth_series(note: Published) -> list[DepthSeries]:
 def memory_rows(note: Published) -> list[MemoryRow]:
     """The note's own estimate of the queue, in bytes (it measured no peak)."""
     rows = [MemoryRow(f"depth {n}", (), note.values[f"mem.d{n}"].value * MIB) for n in (4, 6, 8)]
-    whole = note.values["mem.context"].value * note.values["mem.hidden"].value * note.values["mem.fp16"].value
+    whole = chunk_bytes(int(note.values["mem.context"].value), int(note.values["mem.hidden"].value))
     return [*rows, MemoryRow("whole prompt", (), whole)]
 
 
