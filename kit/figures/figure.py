@@ -82,7 +82,11 @@ class Figure:
 
 
 def table_html(table: pd.DataFrame, caption: str | None = None) -> str:
-    """A plain table that scrolls sideways within itself on a phone. All cells are escaped; None is shown as –."""
+    """A plain table that scrolls sideways within itself on a phone. All cells are escaped.
+
+    None is shown as –; a column that holds nothing else is left out.
+    """
+    table = table.dropna(axis=1, how="all")
     numeric = [bool(pd.api.types.is_numeric_dtype(table[column])) for column in table.columns]
     # The first column names the row, so it is set as text whatever it holds.
     head = "".join(

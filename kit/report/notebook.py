@@ -280,7 +280,8 @@ def paragraphs(texts: Sequence[str]) -> None:
 
 def notes(texts: Sequence[str], title: str) -> None:
     """A titled list, escaped."""
-    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    # A percent sign stays with its number.
+    items = "".join(f"<li>{escape(text).replace(' %', chr(0xA0) + '%')}</li>" for text in texts)
     _display(f'<section class="limits"><h3>{escape(title)}</h3><ul>{items}</ul></section>')
 
 
