@@ -25,7 +25,7 @@ from standin_checkpoints import (  # noqa: E402
 
 from kit.errors import KitError  # noqa: E402
 from kit.standin import modeling as M  # noqa: E402
-from kit.standin.cache import standin_gguf  # noqa: E402
+from kit.standin.cache import standin_gguf, standin_hf  # noqa: E402
 from kit.standin.checkpoint import open_checkpoint  # noqa: E402
 from kit.standin.gguf_export import tiled_heads, write_gguf  # noqa: E402
 from kit.standin.grow import GrowSpec, grow  # noqa: E402
@@ -179,6 +179,11 @@ def test_cache_makes_a_file_once_and_knows_a_changed_checkpoint(peaked, tmp_path
     assert [p.name for p in (tmp_path / "c").iterdir()] == [first.name]
     other = make(tmp_path / "ck", peaked_parameters(SHAPE, reject=0.3, seed=9))
     assert standin_gguf(other, quant="bf16", cache=tmp_path / "c", progress=False) != first
+    folder = standin_hf(peaked, GrowSpec(hidden=2), cache=tmp_path / "c", progress=False)
+    made = (folder / "config.json").stat().st_mtime_ns
+    assert standin_hf(peaked, GrowSpec(hidden=2), cache=tmp_path / "c", progress=False) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == made
+    assert open_checkpoint(folder).config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
 
 
 def test_tokenizer_special_tokens_and_chat_template(peaked, tmp_path):

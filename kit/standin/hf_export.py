@@ -18,6 +18,9 @@ import numpy as np
 from kit.errors import KitError
 from kit.standin.checkpoint import Checkpoint, Tensor, constant, from_float32, rename
 
+VERSION = 1
+"""Raised when the same checkpoint would give other files; part of the cache's key."""
+
 TRUNK = "model.language_model."
 VISION = {
     "model_type": "qwen3_5",
