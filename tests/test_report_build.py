@@ -16,6 +16,7 @@ import yaml
 
 from kit import measure
 from kit.errors import KitError
+from kit.records.schema import CellKey, Load
 from kit.report import build
 from kit.report.execute import check_parameters, parameters_of
 from kit.report.page import render
@@ -249,11 +250,14 @@ def test_a_real_browser_prints_the_report(report: Path, tmp_path: Path) -> None:
 def test_make_measures_first_then_draws_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["kit.report.make"]  # the package's attribute of that name is the function
     run = data.make_run(tmp_path / "runs" / "r1")
+    key = CellKey(experiment="prefill", arm="mtp-1", load=Load(kind="closed", value=1), repeat=0)
+    bad = data.cell("mtp-1", 1, 0, cell=key, status="invalid", reason="the server died")
+    dead = data.make_run(tmp_path / "runs" / "r2", [bad])
     asked: list[measure.Request] = []
 
     def ensure_all(request: measure.Request) -> measure.Found:
         asked.append(request)
-        return measure.Found({"concurrency": [run]}, {"draft_width": "no such engine here"})
+        return measure.Found({"concurrency": [run], "prefill": [dead]}, {"draft_width": "no such engine here"})
 
     monkeypatch.setattr(measure, "ensure_all", ensure_all)
     for name in ("kit.report.make", "kit.report.build"):
@@ -269,3 +273,4 @@ def test_make_measures_first_then_draws_what_it_has(tmp_path: Path, monkeypatch:
     assert asked == [request]
     assert "reads tiny-mtp quick never" in text  # a notebook never measures behind the measurement's back
     assert "Not in this report: draft_width. no such engine here" in text
+    assert "Not in this report: prefill. no cell ended well: 1 cell (invalid: the server died)" in text

@@ -212,7 +212,7 @@ def from_cells(
     drawn = list(arms) if arms is not None else every
     good = [c for c in cells if c.status == "ok" and (c.cell.arm in drawn or c.cell.arm in twins)]
     if not good:
-        raise KitError("no cell of this experiment ended well: " + "; ".join(_left_out(cells)))
+        raise KitError("no cell of this experiment ended well: " + "; ".join(left_out(cells)))
     shown = [arm for arm in drawn if any(c.cell.arm == arm for c in good)]
     by_arm = {arm: [c for c in good if c.cell.arm == arm] for arm in shown}
     comparison = require_comparable(by_arm)
@@ -239,7 +239,7 @@ def from_cells(
         comparison=comparison_sentence(comparison) if len(shown) > 1 else "",
         sources=_sources(good, lines or {}, runs or {}),
         flags=[*flags, *_cell_flags(good)],
-        notes=[f"Left out: {text}." for text in _left_out(cells)],
+        notes=[f"Left out: {text}." for text in left_out(cells)],
         twin=twin,
         styles=looks(every),
     )
@@ -261,7 +261,7 @@ def _in_order(cells: Sequence[CellRecord], arms: list[str], order: Sequence[str]
     return sorted(arms, key=key)
 
 
-def _left_out(cells: Sequence[CellRecord]) -> list[str]:
+def left_out(cells: Sequence[CellRecord]) -> list[str]:
     """The cells that did not end well, by what was wrong with them."""
     found: dict[str, list[str]] = {}
     for c in cells:

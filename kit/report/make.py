@@ -9,6 +9,7 @@ from typing import Literal
 from kit import cards, measure
 from kit.cards import ROOT
 from kit.errors import KitError
+from kit.figures.sweep import left_out
 from kit.report import pdf as printer
 from kit.report.build import NOTEBOOKS, build
 
@@ -24,7 +25,11 @@ def make(request: measure.Request, out: Path | None = None, pdf: Literal["auto",
     card = request.card()
     missing = dict(found.missing)
     notebooks: list[str] = []
-    for name in found.runs:
+    for name, runs in found.runs.items():
+        cells = [cell for run in runs for cell in run.cells() if cell.cell.experiment == name]
+        if not any(cell.status == "ok" for cell in cells):
+            missing[name] = "no cell ended well: " + "; ".join(left_out(cells))
+            continue
         notebook = card.experiments[name].notebook or name
         if not (NOTEBOOKS / f"{notebook}.ipynb").is_file():
             missing[name] = f"it was recorded, but no notebook draws it (notebooks/{notebook}.ipynb is missing)"
