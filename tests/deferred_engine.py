@@ -22,16 +22,15 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from deferred_scenarios import PAGE, TOKENS, watched
 
 torch = pytest.importorskip("torch", reason="the scheduler tests need torch")
 pytest.importorskip("triton", reason="importing exllamav3 needs triton")
 
-PAGE = 256
-VOCAB = 512
+VOCAB = TOKENS
 MODULUS = 2039  # integers below 2048 are exact in fp16
 WIDTH = 8
 
@@ -112,11 +111,10 @@ sys.modules.setdefault("exllamav3_ext", _stub_extension())
 pytest.importorskip("exllamav3", reason="exllamav3 is not installed (its wheel, without dependencies, is enough)")
 
 from exllamav3 import AsyncGenerator, AsyncJob, Cache, Generator, Job  # noqa: E402
-from exllamav3.generator import generator as generator_module  # noqa: E402
 from exllamav3.generator.cpu_cache import CPUPageCache  # noqa: E402
 from exllamav3.generator.sampler import GreedySampler  # noqa: E402
 
-__all__ = ["PAGE", "AsyncGenerator", "AsyncJob", "Engine", "Generator", "Job", "engine", "prompt", "real_engine"]
+__all__ = ["AsyncGenerator", "AsyncJob", "Engine", "Generator", "Job", "engine", "real_engine"]
 
 
 class LooksLikeCuda(torch.Tensor):
@@ -186,11 +184,6 @@ def next_token(h: int) -> int:
     return (h * 7 + 3) % VOCAB
 
 
-def prompt(length: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCAB, (1, length), generator=generator)
-
-
 @dataclass
 class Attention:
     key: str
@@ -211,6 +204,9 @@ class Embedding:
 
 class Head:
     device = torch.device("cpu")
+
+    def forward(self, x, params):
+        return x
 
     def prepare_for_device(self, x, params):
         return x
@@ -468,6 +464,10 @@ class Engine:
                 rows.append(layer.v[pages].reshape(-1, 4)[: job.sequences[0].kv_position].numpy().tobytes())
         self.trace.append(("first token's clock", hashlib.sha256(b"".join(rows)).hexdigest()[:16]))
 
+    def two_rows(self):
+        """A hidden state for two tokens."""
+        return torch.zeros((1, 2, WIDTH), dtype=torch.half)
+
     # -- running
 
     def job(self, ids, new_tokens=12, **options):
@@ -511,41 +511,11 @@ class Engine:
         }
 
 
-@contextlib.contextmanager
-def _watched(engine_list) -> Iterator[None]:
-    """Note the draft cache at every look that does not go through the MTP head."""
-    patch = pytest.MonkeyPatch()
-
-    def current():
-        return engine_list[-1] if engine_list else None
-
-    def watch(owner, name, what, only_draft_cache=False):
-        original = getattr(owner, name)
-
-        def watched(self, *args, **kwargs):
-            engine = current()
-            if engine is not None and not (only_draft_cache and self is not engine.draft_cache):
-                engine.look(what)
-            return original(self, *args, **kwargs)
-
-        patch.setattr(owner, name, watched)
-
-    watch(Cache, "copy_page", "copy page", only_draft_cache=True)
-    watch(CPUPageCache, "store", "store")
-    watch(Job, "deallocate_pages", "deallocate")
-    watch(Job, "hash_completed_page", "exchange page")
-    patch.setattr(generator_module, "cuda_sync_active", lambda: current() and current().look_at_clock())
-    try:
-        yield
-    finally:
-        patch.undo()
-
-
 @pytest.fixture
 def engine(real_engine):
     """Makes engines whose looks are noted; wraps lie innermost, below whatever the kit interposes."""
     made: list[Engine] = []
-    with _watched(made):
+    with watched(made):
 
         def make(**options):
             # Known before construction ends, so that looks during it are not lost.

@@ -7,7 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from deferred_engine import Generator, Job, engine, prompt, real_engine  # noqa: F401
+from deferred_engine import Generator, Job, engine, real_engine  # noqa: F401
+from deferred_scenarios import prompt
 
 from kit import deferred
 from kit.deferred import autoload

@@ -10,188 +10,27 @@ import asyncio
 import deferred_engine
 import pytest
 import torch
-from deferred_engine import PAGE, AsyncGenerator, AsyncJob, engine, prompt, real_engine  # noqa: F401
+from deferred_engine import AsyncGenerator, AsyncJob, engine, real_engine  # noqa: F401
+from deferred_scenarios import (
+    PAGE,
+    SCENARIOS,
+    a_pass_from_elsewhere,
+    a_prompt_arrives_while_another_job_generates,
+    cancelled_mid_prefill_then_repeated,
+    evicted_to_the_cpu_tier_and_back,
+    extended,
+    page_copied_from_a_prompt_being_read,
+    page_exchanged_for_its_twin,
+    prompt,
+    several_jobs_share_prefixes,
+    taken_out_mid_prefill,
+)
 
 from kit import deferred
 from kit.deferred.install import Interposition
 from kit.deferred.queue import DeferredQueue, DropReason, FlushReason
 
 CHUNK = 2 * PAGE
-
-
-def extended(ids, keep, length, seed):
-    """The first ``keep`` tokens of ``ids``, then others."""
-    return torch.cat((ids[:, :keep], prompt(length - keep, seed)), dim=-1)
-
-
-# ------------------------------------------------------------------------------------------------------------ scenarios
-
-
-def several_jobs_share_prefixes(make):
-    e = make()
-    base = prompt(1500)
-    e.enqueue(base, "first", new_tokens=30)
-    e.iterate(2)
-    e.enqueue(extended(base, 1200, 2000, 1), "shares four pages")
-    e.enqueue(base, "the same prompt")
-    e.iterate(3)
-    e.enqueue(extended(base, 1024, 2600, 2), "shares the start")
-    e.run()
-    return e
-
-
-def a_prompt_arrives_while_another_job_generates(make):
-    e = make()
-    e.enqueue(prompt(300), "generates", new_tokens=80)
-    e.iterate(3)
-    e.enqueue(prompt(3000, 1), "arrives")
-    e.run()
-    return e
-
-
-def cancelled_mid_prefill_then_repeated(make):
-    e = make()
-    ids = prompt(3000)
-    job = e.enqueue(ids, "cancelled")
-    e.iterate(3)
-    e.generator.cancel(job)
-    e.enqueue(ids, "again")
-    e.run()
-    return e
-
-
-def queue_cleared_mid_prefill(make):
-    e = make()
-    ids = prompt(2000)
-    e.enqueue(ids, "cleared")
-    e.enqueue(prompt(1800, 1), "cleared too")
-    e.iterate(3)
-    e.generator.clear_queue()
-    e.enqueue(ids, "again")
-    e.run()
-    return e
-
-
-def requeued_while_another_prompt_waits(make):
-    e = make()
-    e.enqueue(prompt(700), "long answer", new_tokens=330, max_rq_tokens=PAGE)
-    e.iterate(6)
-    e.enqueue(prompt(2500, 1), "prompt")
-    e.run()
-    return e
-
-
-def evicted_to_the_cpu_tier_and_back(make):
-    e = make(pages=16, options={"cpu_cache_size": 2**21})
-    first = prompt(2500)
-    e.enqueue(first, "first")
-    e.run()
-    e.enqueue(prompt(1500, 1), "half way")
-    e.iterate(2)
-    e.enqueue(prompt(1700, 2), "evicts the first")
-    e.run()
-    e.enqueue(first, "restored")
-    e.run()
-    assert e.generator.cpu_page_cache.metrics["pushes"] > 0
-    assert e.generator.cpu_page_cache.metrics["restores"] > 0
-    return e
-
-
-def page_copied_from_a_prompt_being_read(make):
-    e = make()
-    base = prompt(2000)
-    e.enqueue(base, "being read")
-    e.iterate(1)
-    e.enqueue(extended(base, PAGE + 100, 1100, 1), "matches a page in part")
-    e.run()
-    assert any(what == "copy page" for what, _ in e.trace)
-    return e
-
-
-def page_exchanged_for_its_twin(make):
-    e = make()
-    ids = prompt(1025)
-    e.enqueue(ids, "first", new_tokens=60)
-    e.iterate(4)
-    e.enqueue(prompt(2000, 3), "another prompt")
-    e.enqueue(ids, "twin")
-    e.run()
-    assert any(what == "exchange page" for what, _ in e.trace)
-    return e
-
-
-def defragmented_when_the_last_job_is_cancelled(make):
-    e = make(pages=12)
-    for seed in range(14):
-        e.enqueue(prompt(700 + 300 * (seed % 4), seed), seed, new_tokens=4)
-        e.iterate(3)
-        e.enqueue(prompt(600, seed + 50), seed + 50, new_tokens=4)
-        e.run()
-    job = e.enqueue(prompt(2300, 99), "last")
-    e.iterate(2)
-    e.generator.cancel(job)
-    for seed in (12, 13):
-        e.enqueue(prompt(700 + 300 * (seed % 4), seed), f"again {seed}", new_tokens=4)
-        e.run()
-    assert e.generator.pagetable.last_defrag_serial > 12
-    return e
-
-
-def recurrent_states_replay_shared_pages(make):
-    e = make(recurrent=True, options={"recurrent_checkpoint_interval": 512, "recurrent_checkpoint_interval_pp": 1024})
-    base = prompt(2100)
-    e.enqueue(base, "first", new_tokens=60)
-    e.iterate(6)
-    e.enqueue(extended(base, 1700, 2400, 1), "shares", new_tokens=20)
-    e.run()
-    e.enqueue(base, "again")
-    e.run()
-    return e
-
-
-def a_pass_from_elsewhere(make):
-    """A draft pass outside prompt prefill, as after acceptance, over rows whose pass may be pending."""
-    e = make()
-    job = e.enqueue(prompt(3000), "prompt")
-    e.iterate(3)
-    with torch.inference_mode():
-        e.generator.draft_model.prefill(
-            prompt(2, 7),
-            {
-                "attn_mode": "flash_attn",
-                "block_table": job.sequences[0].block_index_tensor,
-                "cache": e.draft_cache,
-                "cache_seqlens": torch.tensor([2900], dtype=torch.int32),
-                "target_hidden": torch.zeros((1, 2, deferred_engine.WIDTH), dtype=torch.half),
-            },
-        )
-    e.run()
-    return e
-
-
-def taken_out_mid_prefill(make):
-    e = make()
-    e.enqueue(prompt(3000), "prompt")
-    e.iterate(3)
-    deferred.uninstall()
-    e.run()
-    return e
-
-
-SCENARIOS = [
-    several_jobs_share_prefixes,
-    a_prompt_arrives_while_another_job_generates,
-    cancelled_mid_prefill_then_repeated,
-    queue_cleared_mid_prefill,
-    requeued_while_another_prompt_waits,
-    evicted_to_the_cpu_tier_and_back,
-    page_copied_from_a_prompt_being_read,
-    page_exchanged_for_its_twin,
-    defragmented_when_the_last_job_is_cancelled,
-    recurrent_states_replay_shared_pages,
-    a_pass_from_elsewhere,
-    taken_out_mid_prefill,
-]
 
 
 def defer(depth=8, **options):
