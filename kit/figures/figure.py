@@ -70,15 +70,20 @@ class Figure:
         svg = self.svg.replace("<svg ", f'<svg role="img" aria-label="{escape(self.alt)}" style="{style}" ', 1)
         return (
             f'<section class="finding" id="{escape(self.anchor)}">'
-            f'<div class="keep"><h3 class="headline">{escape(self.headline)}</h3>'
+            f'<div class="keep"><h3 class="headline">{escape(_unbroken(self.headline))}</h3>'
             f"<figure>{svg}<figcaption>{flags}<p>{escape(self.caption)}</p>{source_html}</figcaption></figure></div>"
             f"<details><summary>The numbers as a table</summary>{table_html(self.table)}</details></section>"
         )
 
     def _repr_html_(self) -> tuple[str, dict]:
         """For notebooks. The metadata lets a report collect the findings without reading HTML."""
-        meta = {"headline": self.headline, "anchor": self.anchor, "sources": [str(s) for s in self.sources]}
+        meta = {"headline": _unbroken(self.headline), "anchor": self.anchor, "sources": [str(s) for s in self.sources]}
         return self.to_html(), {"kit_figure": meta}
+
+
+def _unbroken(text: str) -> str:
+    """No line break within "n = 3"."""
+    return text.replace(" = ", "\u00a0=\u00a0")
 
 
 def table_html(table: pd.DataFrame, caption: str | None = None) -> str:

@@ -201,7 +201,7 @@ def from_cells(
         raise KitError(f"one figure shows one experiment, not {listed(experiments)}")
     present = list(dict.fromkeys(cell.cell.arm for cell in cells))
     twins = {arm for arm in present if arm.endswith(AGAIN) and arm.removesuffix(AGAIN) in present}
-    every = [arm for arm in _in_order(cells, present, order) if arm not in twins]
+    every = [arm for arm in in_order(cells, present, order) if arm not in twins]
     if baseline is None and "baseline" in every:
         baseline = "baseline"
     if baseline is not None and baseline not in every:
@@ -245,7 +245,7 @@ def from_cells(
     )
 
 
-def _in_order(cells: Sequence[CellRecord], arms: list[str], order: Sequence[str]) -> list[str]:
+def in_order(cells: Sequence[CellRecord], arms: list[str], order: Sequence[str]) -> list[str]:
     """Arms in the given order; those it does not name after them, by draft width (cells come in a shuffled order)."""
     first = {arm: next(c for c in cells if c.cell.arm == arm) for arm in arms}
 

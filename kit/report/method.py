@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from kit.figures.figure import listed, number
-from kit.figures.sweep import AGAIN
+from kit.figures.sweep import AGAIN, in_order
 from kit.records.compare import compare
 from kit.records.metrics import METRICS, METRICS_VERSION
 from kit.records.schema import CellRecord, RequestRecord, RunRecord
@@ -51,7 +51,10 @@ def method(
     """Rows (name, text) of the method table, from the records of one experiment."""
     if not runs or not cells:
         return []
-    every = {c.cell.arm: c.arm.label for c in cells}
+    # Cells come in a shuffled order; the card's is the one a reader expects.
+    order = [arm for r in runs for arm in _card_arms(r, cells[0].cell.experiment)]
+    arms = in_order(cells, list(dict.fromkeys(c.cell.arm for c in cells)), order)
+    every = {arm: next(c.arm.label for c in cells if c.cell.arm == arm) for arm in arms}
     labels = {arm: label for arm, label in every.items() if not arm.endswith(AGAIN)}
     twins = sorted(label for arm, label in every.items() if arm.endswith(AGAIN))
     kinds = list(dict.fromkeys(c.cell.load.kind for c in cells))
@@ -97,6 +100,11 @@ def method_html(rows: Sequence[tuple[str, str]]) -> str:
     """The rows as a table; all texts escaped."""
     body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(text)}</td></tr>' for name, text in rows)
     return f'<section class="method"><h3>Method</h3><table class="facts"><tbody>{body}</tbody></table></section>'
+
+
+def _card_arms(run: RunRecord, experiment: str) -> list[str]:
+    card = run.card.get("experiments", {}).get(experiment, {})
+    return list(card.get("arms", {})) if isinstance(card, dict) else []
 
 
 def _machine(run: RunRecord) -> str:

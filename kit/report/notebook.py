@@ -21,7 +21,7 @@ import pandas as pd
 
 from kit.cards import ROOT
 from kit.errors import KitError
-from kit.figures.figure import Figure, NotRecorded, Source, listed, table_html
+from kit.figures.figure import Figure, NotRecorded, Source, listed, table_html, times
 from kit.figures.sweep import Sweep, from_cells
 from kit.records.metrics import METRICS, ratio
 from kit.records.schema import CellRecord, RunRecord
@@ -182,20 +182,23 @@ def verdicts(sweep: Sweep, metric: str = "output_tps") -> list[str]:
     said = []
     for arm in sweep.others():
         effects = [e for load in sweep.loads if (e := sweep.effect(metric, arm, load)) is not None]
-        by_verdict = {
-            v: [f"{e.load:g}" for e in effects if e.verdict == v] for v in ("above", "below", "noise", "unknown")
-        }
+        by_verdict = {v: [f"{e.load:g}" for e in effects if e.verdict == v] for v in ("above", "below", "noise")}
         parts = []
         for verdict, text in (
             ("above", f"{more} {METRICS[metric].title} than {base}"),
             ("below", f"{less}"),
             ("noise", "no difference larger than the noise"),
-            ("unknown", "a difference whose noise is unknown (too few repeats)"),
         ):
             if by_verdict[verdict]:
                 if verdict == "below" and not by_verdict["above"]:
                     text = f"{less} {METRICS[metric].title} than {base}"
                 parts.append(f"{text} at {sweep.load_letter}\u00a0=\u00a0{listed(by_verdict[verdict])}")
+        unknown = [f"{times(e.ratio.mean)} at {sweep.at(e.load)}" for e in effects if e.verdict == "unknown"]
+        if unknown:
+            parts.append(
+                f"{listed(unknown)} of the {METRICS[metric].title} of {base}; with fewer than three repeats the noise "
+                "is unknown, so none of this is more than an observation"
+            )
         if parts:
             said.append(f"{sweep.label(arm)}: {'; '.join(parts)}.")
     return said
