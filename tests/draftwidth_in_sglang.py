@@ -263,6 +263,12 @@ def own_algorithm(config):
     assert {0, 4} <= set(one.draft_worker.applied), "the feed is meant to move it both ways"
 
 
+def unnamed(config):
+    one = server(config)  # SGLANG_PLUGINS is not set
+    assert not hasattr(one.draft_worker.adaptive_controller.params, "width_control")
+    assert ask(one, draft_width=2) in (False, "passed on")
+
+
 def draft_extend_graph(config):
     from sglang.srt.speculative.spec_utils import resolve_num_tokens_per_req as resolve
 
@@ -281,7 +287,8 @@ def draft_extend_graph(config):
 
 def main():
     registry = load()
-    assert len(registry._patched) == 4, f"hooks applied: {sorted(registry._patched)}"
+    wanted = 0 if sys.argv[2] == "unnamed" else 4
+    assert len(registry._patched) == wanted, f"hooks applied: {sorted(registry._patched)}"
     globals()[sys.argv[2]](sys.argv[3])
     print("ok")
 

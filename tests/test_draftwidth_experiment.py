@@ -38,6 +38,7 @@ CARD = {
                 "b0": {"label": "B0", "settings": {**MTP, "draft_width": 0}},
                 "b0s": {"label": "B0s", "settings": {**MTP, "draft_width": 0, "skip_zero_step_draft_extend": True}},
                 "b2": {"label": "B2", "settings": {**MTP, "draft_width": 2}},
+                "broken": {"label": "X", "settings": {"extra_args": "--fail-at-start"}},
                 "ngram": {"label": "N", "settings": {"speculation": "ngram", "ngram_draft_tokens": 5, "pool": "mtp"}},
             },
         },
@@ -81,7 +82,7 @@ def run_session(place, *words):
 
 def test_a_session_measures_the_ladder_the_switching_and_the_policy(place):
     run = run_session(
-        place, "--phase", "b0,b2,a,a-capped", "--loads", "3", "--repeats", "1",
+        place, "--phase", "b0,b2,a,a-capped", "--loads", "3", "--tiers", "3", "--repeats", "1",
         "--policy-repeats", "1", "--budget", "120",
     )  # fmt: skip
     cells = {cell.cell.id: cell for cell in run.cells()}
@@ -108,10 +109,14 @@ def test_a_session_measures_the_ladder_the_switching_and_the_policy(place):
     assert (run.folder / "raw" / f"{policy['auto'].cell.id}.samples.jsonl.gz").is_file()
     assert "GiB" in " ".join(run.record.notes) and run.record.provenance.argv
 
-    again = run_session(place, "--phase", "a,b0s,ngram", "--loads", "3", "--repeats", "1", "--step", "draft_width")
+    again = run_session(
+        place, "--phase", "a,b0s,ngram,broken", "--loads", "3", "--repeats", "1", "--step", "core", "--tiers", "3"
+    )
     arms = [c.cell.arm for c in again.cells() if c.cell.experiment == "draft_width"]
     assert arms.count("a") == 1, "what is recorded is not measured again"
     assert {"b0s", "ngram"} <= set(arms)
+    broken = next(c for c in again.cells() if c.cell.arm == "broken")
+    assert broken.status == "failed" and "Not enough memory" in broken.reason, "told with the log's lines"
 
 
 def test_without_time_nothing_is_begun_and_other_weights_are_refused(place, capsys):

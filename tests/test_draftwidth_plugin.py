@@ -51,6 +51,11 @@ def test_a_policy_file_is_followed_from_the_start(wheel, site, tmp_path):
     run_script("draftwidth_in_sglang.py", str(wheel), "policy_file", config, paths=[site], env=env)
 
 
+def test_without_being_named_it_changes_nothing(wheel, site, tmp_path):
+    (tmp_path / "widths.json").write_text(CONFIG)
+    run_script("draftwidth_in_sglang.py", str(wheel), "unnamed", str(tmp_path / "widths.json"), paths=[site])
+
+
 def parameters(wheel, dotted):
     """Parameter names of a function or method of the wheel, found in its source."""
     parts = dotted.split(".")

@@ -1,8 +1,9 @@
 """An SGLang plugin: let a running server change its draft width, without a restart and without losing a request.
 
 It runs only inside SGLang's own processes. SGLang finds it by the entry point ``draft_width`` in the group
-``sglang.srt.plugins`` and loads it if ``SGLANG_PLUGINS`` names it (with the variable unset SGLang loads every plugin
-it finds, so set it). The server must be started with the machinery for several widths::
+``sglang.srt.plugins``; it does something only if ``SGLANG_PLUGINS`` names it (with the variable unset SGLang loads
+every plugin it finds, and an installed kit must not change a server unasked). The server must be started with the
+machinery for several widths::
 
     --speculative-algorithm NEXTN --speculative-eagle-topk 1 --speculative-num-steps 4
     --speculative-num-draft-tokens 5 --speculative-adaptive --speculative-adaptive-config widths.json
@@ -261,6 +262,9 @@ def tokens_per_req(original: Callable, *args: Any, **kwargs: Any) -> int:
 
 def register() -> None:
     """Entry point: register the hooks with SGLang (which applies them, and logs it if one fails)."""
+    if SETTING not in [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")]:
+        log.info("%s: not named in SGLANG_PLUGINS, so nothing is changed", SETTING)
+        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 

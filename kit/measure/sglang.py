@@ -439,6 +439,14 @@ def _headline(record: CellRecord) -> str:
 # Widths changed under traffic
 
 
+SWITCHING = {
+    "plain": "Plain decoding",
+    "plain-again": "Plain decoding, again",
+    "switched": "Width changed all the while",
+}
+"""Arms of the proof, with their labels."""
+
+
 def prove_switching(
     run: Run,
     plain: Server,
@@ -459,7 +467,7 @@ def prove_switching(
     load = Load(kind="closed", value=requests)
     texts: dict[str, list[str | None]] = {}
     stored = []
-    for name, server in (("plain", plain), ("plain-again", plain), ("switched", switched)):
+    for name, server in zip(SWITCHING, (plain, plain, switched), strict=True):
         server.flush()
         stop = threading.Event()
         seen: list[int] = []
@@ -490,7 +498,7 @@ def prove_switching(
                     metrics_version=METRICS_VERSION,
                     run_id=run.record.run_id,
                     cell=CellKey(experiment=experiment, arm=name, load=load, repeat=repeat),
-                    arm=Arm(name=name, label=name, settings=arm.settings if name == "switched" else {}),
+                    arm=Arm(name=name, label=SWITCHING[name], settings=arm.settings if name == "switched" else {}),
                     asked={"tokens": tokens, "temperature": 0.0, "ignore_eos": True},
                     resolved={**server.resolved, "draft_width": None if name == "switched" else 0},
                     workload_hash=workload_hash({"prompts": _prompts(requests), "tokens": tokens}),
@@ -576,6 +584,10 @@ def _long_requests(server: Server, prompts: Sequence[str], tokens: int) -> list[
 # A GPU that is lent for minutes
 
 
+STEPS = ("switching", "core", "policy", "rest")
+"""Of a phase: the proof that nothing is lost; the loads of the tiers; the policies; the other loads."""
+
+
 def session(
     folder: Path,
     card: ModelCard,
@@ -585,7 +597,7 @@ def session(
     profile: Profile,
     tiers: Sequence[Sequence[float]],
     budget_s: float,
-    steps: Sequence[str] = ("switching", "draft_width", "policy"),
+    steps: Sequence[str] = STEPS,
     policy_window_s: float = 24.0,
     policy_repeats: int = 3,
     argv: Sequence[str] = (),
@@ -603,26 +615,26 @@ def session(
     policies = card.experiments.get("policy")
     every += [policies.arm(name) for name in policies.arms] if policies else []
     groups = deployments(every, bench.shape, useful_tokens=_useful_tokens(experiment))
-    loads = plan.loads_of(experiment, profile)
+    loads = [Load(kind=experiment.load_kind, value=value) for value in profile.loads]
+    important = {value for tier in tiers for value in tier}
     for phase in phases:
         if time.monotonic() > deadline - 60:
             _say(f"no time left for the phase {', '.join(phase)}")
             break
         needed = [group for group in groups if set(phase) & set(group.arms)]
         with bench.up(needed) as not_up:
-            for name, reason in not_up.items():
-                _say(f"{name} did not start: {reason}")
             for line in bench.comparable(experiment):
                 _say(f"not comparable: {line}")
-            up = [name for name in phase if name in bench.servers]
+            cells = in_order("draft_width", phase, loads, profile.repeats, run.record.seed, tiers)
+            _not_started(bench, experiment, [c for c in cells if c.load.value in important], needed, not_up)
             for step in steps:
                 if step == "switching":
                     _switching(bench, experiment, deadline)
-                elif step == "draft_width":
-                    cells = in_order("draft_width", up, loads, profile.repeats, run.record.seed, tiers)
-                    _cells(bench, experiment, cells, deadline, lambda cell: None)
                 elif step == "policy" and policies is not None:
                     _policies(bench, policies, policy_window_s, policy_repeats, deadline)
+                elif step in ("core", "rest"):
+                    chosen = [cell for cell in cells if (cell.load.value in important) == (step == "core")]
+                    _cells(bench, experiment, chosen, deadline, lambda cell: None)
     return run
 
 
@@ -642,6 +654,24 @@ def _cells(
             return
         record = bench.measure(experiment.arm(cell.arm), cell, arrivals(cell))
         _say(f"{cell.id}: {record.status} {_headline(record)}")
+
+
+def _not_started(
+    bench: Bench,
+    experiment: Experiment,
+    cells: Sequence[CellKey],
+    groups: Sequence[Shared],
+    reasons: Mapping[str, str],
+) -> None:
+    """Record the first repeat of arms whose server did not start as failed, with what its log says."""
+    for group in groups:
+        if group.name not in reasons:
+            continue
+        _say(f"{group.name} did not start: {reasons[group.name]}")
+        recorded = {cell.cell.id for cell in bench.run.cells()}
+        for cell in cells:
+            if cell.arm in group.arms and cell.repeat == 0 and cell.id not in recorded:
+                bench.run.append(failed(bench.run, experiment.arm(cell.arm), cell, reasons[group.name]))
 
 
 def _switching(bench: Bench, experiment: Experiment, deadline: float) -> None:
@@ -731,7 +761,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="the run's folder (gone on with if it is there)")
     parser.add_argument("--budget", type=float, default=540.0, metavar="S", help="seconds until no cell is begun")
     parser.add_argument("--phase", action="append", metavar="ARM,ARM…", help="arms to have up side by side")
-    parser.add_argument("--step", action="append", choices=("switching", "draft_width", "policy"))
+    parser.add_argument("--step", action="append", choices=STEPS)
     parser.add_argument("--loads", default="1,8,32,4,16,2", help="load points (clients)")
     parser.add_argument("--tiers", default="1,8,32", help="loads to finish first, tiers parted by ;")
     parser.add_argument("--repeats", type=int, default=3)
@@ -764,7 +794,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             profile=profile,
             tiers=[[float(word) for word in tier.split(",")] for tier in arguments.tiers.split(";") if tier],
             budget_s=arguments.budget,
-            steps=arguments.step or ("switching", "draft_width", "policy"),
+            steps=arguments.step or STEPS,
             policy_window_s=arguments.policy_window,
             policy_repeats=arguments.policy_repeats,
             argv=sys.argv if argv is None else ["kit.measure.sglang", *argv],
