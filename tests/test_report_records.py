@@ -106,7 +106,10 @@ def test_the_answer_says_where_each_arm_helps() -> None:
         "MTP, width 1: more output throughput than baseline at c\u00a0=\u00a01 and 2; less at c\u00a0=\u00a08; "
         "no difference larger than the noise at c\u00a0=\u00a04."
     )
-    assert "with fewer than three repeats the noise is unknown" in verdicts(from_cells(data.cells(repeats=1, again=False)))[0]
+    assert (
+        "with fewer than three repeats the noise is unknown"
+        in verdicts(from_cells(data.cells(repeats=1, again=False)))[0]
+    )
 
 
 def test_the_servers_own_words_are_translated_and_positions_counted() -> None:
