@@ -352,9 +352,10 @@ async def caller(server, folder: Path, **changes):
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CALLER, asked, str(folder), stdout=subprocess.PIPE
     )
-    while b"'window'" not in await process.stdout.readline():
-        pass
-    return process
+    async for line in process.stdout:
+        if b"'window'" in line:
+            return process
+    raise AssertionError("the driver ended before its window")
 
 
 async def test_ctrl_c_in_the_caller_is_forwarded_and_what_there_is_is_kept(tmp_path):
