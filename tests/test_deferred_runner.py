@@ -77,17 +77,22 @@ def loaded(engine):  # noqa: F811
     )
 
 
+_measured: list[Run] = []
+
+
 @pytest.fixture
 def measured(plan, loaded, monkeypatch):
-    monkeypatch.setattr(runner, "encoder", lambda checkpoint: lambda text: [ord(c) % 500 for c in text])
-    run = new_run(plan.folder)
-    said = []
-    runner.run_plan(plan, loaded, run, time.monotonic(), said.append)
-    return run, said
+    """One run of the whole plan, measured once for all tests that read it."""
+    if not _measured:
+        monkeypatch.setattr(runner, "encoder", lambda checkpoint: lambda text: [ord(c) % 500 for c in text])
+        run = new_run(plan.folder)
+        runner.run_plan(plan, loaded, run, time.monotonic(), lambda line: None)
+        _measured.append(run)
+    return _measured[0]
 
 
 def test_every_cell_becomes_a_record(measured, plan):
-    run, _ = measured
+    run = measured
     cells = run.cells()
     assert {c.cell.id for c in cells} == {key.id for key, _ in plan.cells()}
     assert {c.status for c in cells} == {"ok"}
@@ -102,7 +107,7 @@ def test_every_cell_becomes_a_record(measured, plan):
 
 
 def test_arms_of_a_repeat_read_one_prompt_and_leave_one_draft_cache(measured):
-    run, _ = measured
+    run = measured
     rows = json.loads((run.folder / "identity.json").read_text())
     assert {row["arm"] for row in rows} == {c.arm.name for c in run.cells()}
     assert all(row["output_equal"] for row in rows)
@@ -113,7 +118,7 @@ def test_arms_of_a_repeat_read_one_prompt_and_leave_one_draft_cache(measured):
 
 
 def test_the_queue_is_reported_beside_its_prediction(measured):
-    run, _ = measured
+    run = measured
     by_arm = {c.arm.name: c for c in run.cells() if c.cell.load.value == 3000}
     for name in ("depth-2", "depth-8", "whole", "pinned", "rolling"):
         server = by_arm[name].server
@@ -126,7 +131,7 @@ def test_the_queue_is_reported_beside_its_prediction(measured):
 
 
 def test_forced_synchronisation_is_labelled(measured):
-    run, _ = measured
+    run = measured
     for cell in run.cells():
         assert cell.flags == (["forced-synchronisation"] if cell.arm.name == "stock-sync" else [])
         assert ("forced_sync_mtp_s" in cell.server) == (cell.arm.name == "stock-sync")
