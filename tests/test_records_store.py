@@ -62,9 +62,10 @@ def test_an_unknown_value_stays_null_on_disk(tmp_path):
     assert line["metrics"]["ttft_p50"] is None
 
 
-def test_a_recorded_cell_is_immutable_but_a_failed_one_may_be_repeated(tmp_path):
+@pytest.mark.parametrize("status", ["failed", "invalid"])
+def test_a_good_cell_is_immutable_but_a_bad_one_may_be_measured_again(tmp_path, status):
     run = Run.create(tmp_path / "r1", run_record())
-    run.append(cell_record(status="failed", reason="server died"), [request_record(1)])
+    run.append(cell_record(status=status, reason="server died"), [request_record(1)])
     assert run.done() == set()
     kept = run.append(cell_record(), [request_record(2)])
     assert run.cells() == [kept]

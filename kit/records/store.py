@@ -69,11 +69,11 @@ class Run:
     def append(self, record: CellRecord, requests: Iterable[RequestRecord] = ()) -> CellRecord:
         """Append one finished cell durably and return its record as stored (with ``raw`` filled in).
 
-        A cell recorded as failed may be measured again; its first record stays in the file. Raises KitError if
-        the cell is already there otherwise: records are immutable.
+        A cell recorded as failed or invalid may be measured again; its first record stays in the file. Raises
+        KitError if the cell is already there otherwise: records are immutable.
         """
         earlier = [c for c in self._all() if c.cell.id == record.cell.id]
-        if any(c.status != "failed" for c in earlier):
+        if any(c.status == "ok" for c in earlier):
             raise KitError(f"cell {record.cell.id} is already recorded in {self.folder / RESULTS}")
         lines = "".join(request.model_dump_json() + "\n" for request in requests)
         if lines:
@@ -92,7 +92,7 @@ class Run:
         return record
 
     def cells(self) -> list[CellRecord]:
-        """The recorded cells in the order they were measured; of a repeated failed cell, the last record."""
+        """The recorded cells in the order they were measured; of a cell measured again, the last record."""
         return list({record.cell.id: record for record in self._all()}.values())
 
     def _all(self) -> list[CellRecord]:
@@ -107,8 +107,8 @@ class Run:
         return found
 
     def done(self) -> set[str]:
-        """Ids of the cells that need no measuring again: all recorded ones but the failed."""
-        return {c.cell.id for c in self.cells() if c.status != "failed"}
+        """Ids of the cells that need no measuring again: the good ones."""
+        return {c.cell.id for c in self.cells() if c.status == "ok"}
 
     def requests(self, record: CellRecord) -> Iterator[RequestRecord]:
         """The raw request lines of a cell. Raises KitError if the file the record names is not there."""
