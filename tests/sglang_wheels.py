@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "wheels"
 VERSIONS = ("0.5.17", "0.5.23")
+_UNAVAILABLE = {}
 
 
 @cache
@@ -21,10 +22,14 @@ def unpacked(name, version=None):
     if not found:
         CACHE.mkdir(parents=True, exist_ok=True)
         wanted = f"{name}=={version}" if version else name
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(CACHE)]
-        done = subprocess.run([*command, wanted], capture_output=True, text=True, timeout=240)
-        if done.returncode:
-            pytest.skip(f"{wanted} is not in {CACHE} and cannot be downloaded: {done.stderr.strip()[-200:]}")
+        if wanted not in _UNAVAILABLE:
+            options = ["-q", "--retries", "1", "--timeout", "15", "--no-deps", "--only-binary=:all:", "-d", str(CACHE)]
+            command = [sys.executable, "-m", "pip", "download", *options, wanted]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            if done.returncode:
+                _UNAVAILABLE[wanted] = done.stderr.strip()[-200:]
+        if wanted in _UNAVAILABLE:
+            pytest.skip(f"{wanted} is not in {CACHE} and cannot be downloaded: {_UNAVAILABLE[wanted]}")
         found = sorted(CACHE.glob(f"{name.replace('-', '_')}-{version or '*'}-*.whl"))
     folder = CACHE / "unpacked" / found[-1].stem
     if not folder.is_dir():

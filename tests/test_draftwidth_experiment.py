@@ -7,6 +7,7 @@ import yaml
 from draftwidth_servers import serve  # noqa: F401
 
 from kit.cards import Profile, load_card
+from kit.draftwidth import client
 from kit.draftwidth.experiment import Shape, budget_bytes, deployments, in_order, pool_tokens, shape_of, unequal
 from kit.errors import KitError
 from kit.measure import sglang as runner
@@ -139,6 +140,12 @@ def test_kit_measure_runs_the_arms_one_deployment_at_a_time(place):
     cells = run.cells()
     assert len(cells) == 4 and {cell.status for cell in cells} == {"ok"}
     assert [cell.cell.repeat for cell in cells] == [0, 0, 1, 1], "all of a repeat before the next"
+
+
+def test_the_server_of_one_arm_stands_at_its_width(place):
+    experiment = load_card("stand-in", place / "cards").experiments["draft_width"]
+    with runner.open_server(experiment, experiment.arm("b2"), place / "weights", place / "serve") as server:
+        assert client.get_width(server.base_url).in_use == 2
 
 
 def test_a_pool_that_is_not_the_one_asked_for_makes_a_cell_invalid(place):

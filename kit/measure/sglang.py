@@ -41,6 +41,7 @@ from kit.draftwidth.experiment import (
     deployments,
     in_order,
     peak_rate,
+    server_settings,
     shape_of,
     unequal,
 )
@@ -348,11 +349,24 @@ def _say(text: str) -> None:
 
 
 def _useful_tokens(experiment: Experiment) -> int | None:
-    """Tokens no pool of the experiment needs to exceed (setting ``useful_tokens`` of none: no limit)."""
+    """Tokens no pool of the experiment needs to exceed: every request running, each as long as the context allows."""
     limits = [a.settings.get("max_running_requests") for a in map(experiment.arm, experiment.arms)]
     tokens = [a.settings.get("context_length") for a in map(experiment.arm, experiment.arms)]
     known = [int(r) * int(t) for r, t in zip(limits, tokens, strict=True) if r and t]
     return max(known) if known else None
+
+
+def open_server(experiment: Experiment, arm: Arm, weights: Path, log_dir: Path) -> Server:
+    """Start the server of one arm, at the arm's width. Raises EngineError if it does not start, else KitError."""
+    settings = server_settings(arm, read_shape(weights), useful_tokens=_useful_tokens(experiment))
+    server = sglang.start(sglang.parse_settings(settings), weights, log_dir, name=arm.name)
+    try:
+        if "candidate_widths" in arm.settings and "width_mode" not in arm.settings:
+            client.set_width(server.base_url, int(arm.settings["draft_width"]))
+    except BaseException:
+        server.close()
+        raise
+    return server
 
 
 # kit measure
@@ -622,6 +636,7 @@ def session(
             _say(f"no time left for the phase {', '.join(phase)}")
             break
         needed = [group for group in groups if set(phase) & set(group.arms)]
+        needed.sort(key=lambda group: group.settings.get("speculation") != "mtp")  # they take longest to start
         with bench.up(needed) as not_up:
             for line in bench.comparable(experiment):
                 _say(f"not comparable: {line}")
