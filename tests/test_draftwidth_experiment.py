@@ -116,6 +116,8 @@ def test_a_session_measures_the_ladder_the_switching_and_the_policy(place):
     arms = [c.cell.arm for c in again.cells() if c.cell.experiment == "draft_width"]
     assert arms.count("a") == 1, "what is recorded is not measured again"
     assert {"b0s", "ngram"} <= set(arms)
+    b0s = next(c for c in again.cells() if c.cell.arm == "b0s")
+    assert {k for k in b0s.resolved if b0s.resolved[k] != b0.resolved.get(k)} == {"draft_extend_at_width_0"}
     broken = next(c for c in again.cells() if c.cell.arm == "broken")
     assert broken.status == "failed" and "Not enough memory" in broken.reason, "told with the log's lines"
 

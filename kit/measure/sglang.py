@@ -198,6 +198,8 @@ class Bench:
             reasons.append(f"no request gave a token in the window{': ' + told if told else ''}")
         if arm.settings.get("width_mode"):
             resolved["draft_width"] = None  # it varies
+        if arm.settings.get("skip_zero_step_draft_extend") and resolved["draft_width"] == 0:
+            resolved["draft_extend_at_width_0"] = "skipped"  # no server reports it; at other widths it changes nothing
         asked: dict[str, Scalar] = {
             "burn_in_s": spec.burn_in_s,
             "warm_up_s": spec.warm_up_s,
