@@ -64,6 +64,8 @@ class ArmCard(Card):
 
     label: str
     settings: dict[str, Scalar] = {}
+    gpus: int = Field(default=1, ge=1)
+    """GPUs that the arm needs to mean anything; on a machine with fewer it is not measured."""
 
 
 class Experiment(Card):
@@ -88,6 +90,8 @@ class Experiment(Card):
             name = getattr(self, field)
             if name is not None and name not in self.arms:
                 raise ValueError(f"{field}: no arm is called {name!r}; the arms are: {', '.join(self.arms)}")
+            if name is not None and self.arms[name].gpus > 1:
+                raise ValueError(f"{field}: {name!r} needs {self.arms[name].gpus} GPUs; choose an arm that needs one")
         return self
 
     def arm(self, name: str) -> Arm:
@@ -101,6 +105,11 @@ class Experiment(Card):
         """All arms, the A/A twin last."""
         return [*self.arms, *([f"{self.noise_arm}-again"] if self.noise_arm else [])]
 
+    def on(self, gpus: int) -> Experiment:
+        """The experiment with the arms that a machine with so many GPUs can measure."""
+        arms = {name: arm for name, arm in self.arms.items() if arm.gpus <= max(1, gpus)}
+        return self if len(arms) == len(self.arms) else self.model_copy(update={"arms": arms})
+
 
 class ModelCard(Card):
     """Everything a MODEL= name stands for."""
@@ -112,6 +121,8 @@ class ModelCard(Card):
     weights: Weights
     workload: WorkloadCard
     experiments: dict[str, Experiment] = Field(min_length=1)
+    related: list[str] = []
+    """Cards whose recorded experiments belong on this model's page."""
 
 
 class Profile(Card):
@@ -128,7 +139,7 @@ class Profile(Card):
 PROFILES = {
     p.name: p
     for p in (
-        Profile(name="smoke", burn_in_s=0.3, warm_up_s=0.2, window_s=1.0, repeats=1, loads=[1, 2]),
+        Profile(name="smoke", burn_in_s=0.5, warm_up_s=0.5, window_s=2.0, repeats=1, loads=[1, 2]),
         Profile(name="quick", burn_in_s=0.5, warm_up_s=0.5, window_s=3.0, repeats=3, loads=[1, 2, 4, 8]),
         Profile(
             name="full", burn_in_s=40, warm_up_s=60, window_s=300, repeats=3, loads=[1, 2, 4, 8, 16, 32]

@@ -23,7 +23,7 @@ from kit.cards import EngineName, Experiment, ModelCard, Profile
 from kit.engines.process import EngineError, ServerProcess, inherited_environment
 from kit.errors import KitError
 from kit.measure import attach, plan
-from kit.measure.weights import missing_for, resolve
+from kit.measure.weights import missing_for, obstacles, resolve
 from kit.records.provenance import collect, model_stamp
 from kit.records.schema import RunRecord
 from kit.records.store import Run, find_runs
@@ -71,7 +71,7 @@ def ensure_all(request: Request, names: Sequence[str] | None = None) -> Found:
                 raise
             missing[name] = str(error)
     if not found:
-        raise KitError(_nothing(request.model, missing))
+        raise KitError(_nothing(request, card, missing))
     return Found(found, missing)
 
 
@@ -128,7 +128,7 @@ def _ensure_one(
 ) -> Run:
     if request.measure == "never":
         return _read(request, name)
-    obstacle = missing_for(experiment.engine)
+    obstacle = "; ".join(obstacles(card, experiment.engine, request.weights)) or None
     weights: Path | None = None
     if experiment.engine == "openai" and "base_url" not in experiment.arm(experiment.baseline).settings:
         obstacle = card.weights.hint  # nothing to attach to
@@ -147,7 +147,7 @@ def _ensure_one(
     if run is None and request.measure == "auto":
         run = plan.matching_local_run(card, profile, experiment.engine, stamp)
     if run is None:
-        run = _new_run(card, profile, experiment.engine, weights)
+        run = _new_run(card, profile, experiment.engine, weights, stand_in=request.weights == "standin")
     fresh[experiment.engine] = run
     if not plan.is_complete(run, name, experiment, profile):
         _runner(experiment.engine)(run, card, name, experiment, profile, weights)
@@ -186,14 +186,16 @@ def _read(request: Request, name: str) -> Run:
     return choices[0]
 
 
-def _new_run(card: ModelCard, profile: Profile, engine: EngineName, weights: Path | None) -> Run:
+def _new_run(
+    card: ModelCard, profile: Profile, engine: EngineName, weights: Path | None, stand_in: bool = False
+) -> Run:
     run_id = plan.new_run_id()
     folder = plan.LOCAL / card.name / f"{run_id}-{engine}"
     record = RunRecord(
         run_id=run_id,
         model=card.name,
         title=card.title,
-        stand_in=card.stand_in,
+        stand_in=card.stand_in or stand_in,
         engine=engine,
         profile=profile.name,
         created_at=datetime.now(UTC),
@@ -232,9 +234,15 @@ def _key_variables(card: ModelCard) -> set[str]:
     return {str(name) for arm in arms if (name := arm.settings.get("api_key_env"))}
 
 
-def _nothing(model: str, missing: dict[str, str]) -> str:
-    reasons = "\n".join(f"  {name}: {reason}" for name, reason in missing.items())
+def _nothing(request: Request, card: ModelCard, missing: dict[str, str]) -> str:
+    """Every reason once, with the experiments that it keeps from being measured."""
+    kept: dict[str, list[str]] = {}
+    for name, text in missing.items():
+        here = obstacles(card, card.experiments[name].engine, request.weights) if request.measure != "never" else []
+        for reason in here or [text]:
+            kept.setdefault(reason, []).append(name)
+    reasons = "\n".join(f"  {', '.join(names)}: {reason}" for reason, names in kept.items())
     return (
-        f"MODEL={model} can neither be measured here nor read from recorded runs.\n{reasons}\n"
+        f"MODEL={request.model} can neither be measured here nor read from recorded runs.\n{reasons}\n"
         "`kit doctor` says what this machine can measure; `make report` with nothing else needs no GPU."
     )

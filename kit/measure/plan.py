@@ -64,8 +64,8 @@ def blocks(
 
 
 def is_complete(run: Run, name: str, experiment: Experiment, profile: Profile) -> bool:
-    """Whether a run holds every cell the plan asks for."""
-    return not blocks(name, experiment, profile, done=run.done())
+    """Whether a run holds every cell the plan asks for on the run's machine."""
+    return not blocks(name, experiment.on(len(run.record.provenance.gpus)), profile, done=run.done())
 
 
 def matching_local_run(

@@ -57,6 +57,17 @@ def missing_for(engine: EngineName) -> str | None:
     return "; ".join(lacking) or None
 
 
+def obstacles(card: ModelCard, engine: EngineName, weights: str | None) -> list[str]:
+    """Everything that keeps an engine from measuring a card here, each with what to do; empty if nothing does.
+
+    Looks only: no weights are grown or read.
+    """
+    found = [reason for reason in (missing_for(engine),) if reason]
+    if engine != "openai" and weights is None and card.weights.kind == "path":
+        found.append(f"no weights were given: {card.weights.hint}")
+    return found
+
+
 def resolve(card: ModelCard, engine: EngineName, weights: str | None) -> Path | None:
     """The weights an engine is to load: WEIGHTS= if given, else the card's stand-in, grown and exported once.
 
