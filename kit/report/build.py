@@ -1,7 +1,7 @@
 """Build a model's report: run its notebooks, render them into one page, print that page.
 
 reports/<model>/index.html     the page, self-contained
-reports/<model>/<notebook>.ipynb  each executed notebook
+reports/<model>/<notebook>.ipynb  each executed notebook (<notebook>.<card>.ipynb for a related card's)
 reports/<model>/index.pdf      the page as a PDF, where a printer was found
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kit.cards import ROOT, load_card
@@ -20,9 +21,18 @@ from kit.report.page import render
 NOTEBOOKS = ROOT / "notebooks"
 
 
+@dataclass(frozen=True)
+class Section:
+    """A notebook drawn for another card than the page's. ``note`` stands at its top: whose records, from where."""
+
+    notebook: str | Path
+    model: str
+    note: str
+
+
 def build(
     model: str,
-    notebooks: Sequence[str | Path],
+    notebooks: Sequence[str | Path | Section],
     params: Mapping[str, object] | None = None,
     out_dir: Path | None = None,
     pdf: bool = False,
@@ -31,7 +41,7 @@ def build(
 ) -> Path:
     """Run the notebooks (names in ``notebooks/`` or paths) in order and return the path of ``index.html``.
 
-    ``params`` go to the notebooks that have them; MODEL is set to ``model``. ``out_dir`` defaults to
+    ``params`` go to the notebooks that have them; MODEL is set to ``model``, or a section's own. ``out_dir``: default
     ``reports/<model>``. The page replaces an older one only when all notebooks have run. If ``pdf`` is asked for and
     no printer is found, the page is kept and a line on stderr says how to get one.
 
@@ -41,18 +51,22 @@ def build(
     """
     if not notebooks:
         raise KitError("a report needs at least one notebook")
-    paths = [_find(notebook) for notebook in notebooks]
+    sections = [n if isinstance(n, Section) else Section(n, model, "") for n in notebooks]
+    paths = [_find(section.notebook) for section in sections]
     out = out_dir or ROOT / "reports" / model
     given = check_parameters(
         paths, {**(params or {}), "MODEL": model} if _any_takes_model(paths) else dict(params or {})
     )
-    executed = []
-    for path in paths:
-        print(f"{path.stem}: running the notebook", file=sys.stderr, flush=True)
-        executed.append(execute(path, out / path.name, given[path]))
+    executed: dict[Path, str] = {}
+    for section, path in zip(sections, paths, strict=True):
+        own = section.model == model
+        target = out / (path.name if own else f"{path.stem}.{section.model}.ipynb")
+        print(f"{target.stem}: running the notebook", file=sys.stderr, flush=True)
+        mine = given[path] | ({"MODEL": section.model} if "MODEL" in given[path] else {})
+        executed[execute(path, target, mine)] = section.note
     page = out / "index.html"
     partial = out / "index.partial.html"
-    partial.write_text(render(executed, title or _title(model), model, missing), encoding="utf-8")
+    partial.write_text(render(list(executed), title or _title(model), model, missing, executed), encoding="utf-8")
     os.replace(partial, page)
     if pdf:
         from kit.report.pdf import print_pdf

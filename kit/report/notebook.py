@@ -74,9 +74,7 @@ class Evidence:
             if record.stand_in:
                 found.append("stand-in model")
             if "runs" in run.folder.parts[-3:-1]:
-                gpus = [g.name for g in record.provenance.gpus]
-                where = ", ".join(f"{gpus.count(g)} × {g}" for g in dict.fromkeys(gpus)) or record.provenance.cpu or ""
-                found.append(f"recorded {record.created_at:%Y-%m-%d}" + (f" on {where}" if where else ""))
+                found.append(f"recorded {when_and_where(record)}")
             # A note of a sentence or more belongs into the method table; a word follows every number.
             found.extend(n for n in record.notes if len(n) <= 40 or "forced" in n or "simulated" in n)
         return list(dict.fromkeys(found))
@@ -109,6 +107,13 @@ class Evidence:
             for request in run.requests(cell)
         )
         return _method.identical(_method.outputs_by_arm(pairs), self.baseline or "baseline")
+
+
+def when_and_where(record: RunRecord) -> str:
+    """The day of a run and its machine: 2026-11-29 on 2 × NVIDIA H200."""
+    gpus = [g.name for g in record.provenance.gpus]
+    where = ", ".join(f"{gpus.count(g)} × {g}" for g in dict.fromkeys(gpus)) or record.provenance.cpu or ""
+    return f"{record.created_at:%Y-%m-%d}" + (f" on {where}" if where else "")
 
 
 def records(

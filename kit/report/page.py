@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kit.errors import KitError
@@ -36,10 +36,17 @@ class Chapter:
     body: str
     findings: tuple[Finding, ...]
     notebook: str
+    note: str = ""
 
 
-def render(notebooks: Sequence[Path], title: str, model: str, missing: Mapping[str, str] | None = None) -> str:
-    """The whole page as HTML text; ``missing`` experiments are told with their reason.
+def render(
+    notebooks: Sequence[Path],
+    title: str,
+    model: str,
+    missing: Mapping[str, str] | None = None,
+    notes: Mapping[Path, str] | None = None,
+) -> str:
+    """The whole page as HTML text; ``missing`` experiments are told with their reason, ``notes`` top their notebooks.
 
     Raises KitError for a file that is not an executed notebook.
     """
@@ -47,7 +54,7 @@ def render(notebooks: Sequence[Path], title: str, model: str, missing: Mapping[s
 
     chapters = []
     for path in notebooks:
-        chapter = _chapter(path)
+        chapter = replace(_chapter(path), note=(notes or {}).get(path, ""))
         # Two notebooks may draw a figure of the same name: ids on the page must differ.
         chapters.append(_unique_ids(chapter, chapters))
     sources = list(dict.fromkeys(s for c in chapters for f in c.findings for s in f.sources))
@@ -106,7 +113,7 @@ def _unique_ids(chapter: Chapter, earlier: Sequence[Chapter]) -> Chapter:
         return re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}\1)", text)
 
     findings = tuple(Finding(f.text, prefix + f.anchor, f.sources) for f in chapter.findings)
-    return Chapter(chapter.title, chapter.anchor, renamed(chapter.body), findings, chapter.notebook)
+    return replace(chapter, body=renamed(chapter.body), findings=findings)
 
 
 def _slug(text: str) -> str:
