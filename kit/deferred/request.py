@@ -73,7 +73,7 @@ def load(plan: PrefillPlan, jobs: int = 1) -> Loaded:
     if layout.split:
         devices = module_devices(target.modules, layout.split)
         target._load_single = lambda *_: load_modules(target, devices)
-    target.load(device=f"cuda:{gpus[0]}", progressbar=False)
+    target.load(device=torch.device("cuda", gpus[0]), progressbar=False)
     target.__dict__.pop("_load_single", None)
     target.active_devices = gpus
 
@@ -83,7 +83,7 @@ def load(plan: PrefillPlan, jobs: int = 1) -> Loaded:
         if (where, bits) not in drafts:
             model = Model.from_config(config, component="mtp")
             draft_cache = new_cache(model, bits)
-            model.load(device=f"cuda:{gpus[0] if where == 'first' else gpus[-1]}", progressbar=False)
+            model.load(device=torch.device("cuda", gpus[0] if where == "first" else gpus[-1]), progressbar=False)
             model.attach_to(target)
             drafts[where, bits] = model, draft_cache
         return drafts[where, bits]
