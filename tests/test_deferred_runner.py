@@ -217,6 +217,19 @@ def test_the_digest_covers_the_prompts_rows_in_order():
 # ---------------------------------------------------------------------------------------------------- plan and settings
 
 
+def test_a_plan_without_a_budget_takes_it_from_the_environment(plan, loaded, monkeypatch):
+    new_run(plan.folder)
+    path = plan.folder / "plan.json"
+    path.write_text(plan.model_dump_json())
+    seen = []
+    monkeypatch.setenv("KIT_BUDGET_S", "7.5")
+    monkeypatch.setattr(runner, "encoder", lambda checkpoint: None)
+    monkeypatch.setattr(runner, "load", lambda plan: loaded)
+    monkeypatch.setattr(runner, "run_plan", lambda plan, *rest, **options: seen.append(plan.budget_s))
+    assert runner.main(["--plan", str(path)]) == 0
+    assert seen == [7.5]
+
+
 @pytest.mark.parametrize(
     ("settings", "length", "expected"),
     [
@@ -247,6 +260,11 @@ def test_chunks_leave_the_last_token_out():
 def test_settings_that_mean_nothing_are_named(settings, said):
     with pytest.raises(KitError, match=said):
         ArmSettings.of(Arm(name="a", label="a", settings=settings))
+
+
+def test_stock_is_known_by_its_settings():
+    stock = [arm.name for arm in exllamav3.ARMS.values() if ArmSettings.of(arm).stock]
+    assert stock == ["stock", "stock-q8"]
 
 
 def test_unknown_arms_are_listed():

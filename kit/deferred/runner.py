@@ -7,7 +7,8 @@
 The checkpoint is loaded once. Every cell then gets a generator of its own on the same caches, with what its arm
 interposes installed before and taken out after. Each cell is appended to the run as it ends (`kit.records`), and its
 details (digests of the draft cache and of the output, queue counters, peaks and utilisation by GPU) to
-``prefill.jsonl`` beside it. When the time budget is over no further cell is begun.
+``prefill.jsonl`` beside it. When the time budget is over (``--budget-s``, or ``KIT_BUDGET_S`` for a plan without one)
+no further cell is begun.
 
 Input throughput is (prompt − cached) ÷ the engine's own ``time_prefill``, which ends when every GPU has finished the
 prompt, deferred passes included.
@@ -105,7 +106,6 @@ def run_plan(plan: PrefillPlan, loaded: Loaded, run: Run, began: float, say: Cal
     workload = provenance.workload_hash(plan.workload())
     seconds: dict[tuple[str, int], float] = {}
     slowest: dict[int, float] = {}
-    stock: dict[tuple[int, int, int], dict[str, str | None]] = {}
     measured = 0
 
     def left() -> float:
@@ -131,9 +131,6 @@ def run_plan(plan: PrefillPlan, loaded: Loaded, run: Run, began: float, say: Cal
             run.append(_record(plan, loaded, run, cell, arm, workload, started, None, error=error))
             continue
         digests = {"draft": outcome.draft_sha256, "output": _sha256(outcome.token_ids)}
-        key = (length, cell.repeat, settings.draft_bits)
-        if arm.name in ("stock", "stock-q8"):
-            stock[key] = digests
         record = _record(plan, loaded, run, cell, arm, workload, started, outcome, ids=ids)
         run.append(record, [_request(outcome, ids)])
         _append_detail(run, cell, settings, outcome, digests, predicted=record.server.get("predicted_queue_bytes"))
@@ -148,7 +145,7 @@ def run_plan(plan: PrefillPlan, loaded: Loaded, run: Run, began: float, say: Cal
         if left() < 30:
             say(f"timeline of {name}: left out, {left():.0f} s remain")
             continue
-        [arm] = arms_named([name])
+        arm = next((arm for arm in plan.arms if arm.name == name), None) or arms_named([name])[0]
         try:
             write_timeline(
                 run.folder, plan, loaded, arm, lambda n: make_prompt(encode, texts, n, f"{plan.seed}/timeline")
@@ -277,6 +274,7 @@ def _append_detail(
         "length": int(cell.load.value),
         "repeat": cell.repeat,
         "draft_bits": settings.draft_bits if settings.drafting == "mtp" else None,
+        "stock": settings.stock,
         "coalesced": settings.coalesce,
         "draft_cache_sha256": digests["draft"],
         "output_sha256": digests["output"],
@@ -303,11 +301,10 @@ def identity(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         One row per cell that has a stock cell to compare with: arm, length, repeat, ``draft_cache_equal`` (None
         without an MTP head) and ``output_equal``.
     """
-    stock = {
-        (line["length"], line["repeat"], line["draft_bits"]): line
-        for line in lines
-        if line["arm"] in ("stock", "stock-q8")
-    }
+    stock: dict[tuple[int, int, int], dict[str, Any]] = {}
+    for line in lines:
+        if line["stock"]:
+            stock.setdefault((line["length"], line["repeat"], line["draft_bits"]), line)
     rows = []
     for line in lines:
         bits = line["draft_bits"]
@@ -428,6 +425,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             plan = PrefillPlan.model_validate_json(text)
         else:
             plan = plan_from(a)
+        budget = os.environ.get("KIT_BUDGET_S")
+        if plan.budget_s is None and budget:
+            plan = plan.model_copy(update={"budget_s": float(budget)})
         encoder(plan.layout.checkpoint)
         for arm in plan.arms:
             ArmSettings.of(arm)

@@ -71,6 +71,11 @@ class ArmSettings(Strict):
             raise ValueError("a depth is 1 (stock) or more, or 'whole'")
         return depth
 
+    @property
+    def stock(self) -> bool:
+        """Whether this is ExLlamaV3 as it comes, whatever the draft cache's bits: what the others are compared with."""
+        return self.model_copy(update={"draft_bits": 4}) == ArmSettings()
+
     @classmethod
     def of(cls, arm: Arm) -> ArmSettings:
         """The settings of an arm. Raises KitError naming what is wrong and what would be valid."""
