@@ -121,6 +121,19 @@ def test_unblocked_inputs_are_the_prompts_only(engine):  # noqa: F811
     assert deferred.counters(e.generator)["unblocked_uploads"] == 6
 
 
+@pytest.mark.usefixtures("real_engine")
+def test_pinned_buffers_are_few_and_carry_any_shape():
+    from kit.deferred.uploads import PinnedRing
+
+    ring, kept = PinnedRing(2), []
+    for length in (7, 512, 3, 512, 100, 511):
+        for dtype in (torch.half, torch.float):
+            rows = torch.arange(length * 8, dtype=dtype).reshape(1, length, 8)
+            kept.append((rows, ring.upload(rows, torch.device("cpu"))))
+    assert all(torch.equal(rows, copy) and rows.dtype == copy.dtype for rows, copy in kept)
+    assert ring.nbytes <= 2 * 512 * 8 * 4
+
+
 def test_coalescing_changes_the_passes_and_not_the_output(engine):  # noqa: F811
     stock = several_jobs_share_prefixes(engine)
     defer(depth=8, coalesce=True)

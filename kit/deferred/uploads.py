@@ -29,35 +29,42 @@ from . import hold
 
 TABLES = ("block_table", "cache_seqlens", "positions")
 
-# Buffers per shape and type: the host may be this many uploads ahead of a device before it waits for the oldest.
 RING = 4
+"""Buffers: the host may be this many uploads ahead of the devices before it waits for the oldest."""
 
 
 class PinnedRing:
-    """Reusable pinned buffers. One is handed out again only after the upload out of it has run."""
+    """A few reusable pinned buffers. One is written again only after the upload out of it has run.
+
+    A buffer grows to the largest tensor it has carried, so pinned memory is bounded by ``size`` times the largest.
+    """
 
     def __init__(self, size: int = RING) -> None:
         self._size = size
-        self._rings: dict[tuple, deque[tuple[torch.Tensor, torch.cuda.Event | None]]] = {}
+        self._ring: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Pinned bytes held."""
+        return sum(buffer.nbytes for buffer, _ in self._ring)
 
     def upload(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A copy of host tensor ``rows`` on ``device``, in order on its current stream; the host does not wait."""
-        ring = self._rings.setdefault((tuple(rows.shape), rows.dtype), deque())
-        if len(ring) < self._size:
-            buffer, event = hold.pinned_empty(rows.shape, rows.dtype), None
-        else:
-            buffer, event = ring.popleft()
+        buffer, event = self._ring.popleft() if len(self._ring) >= self._size else (None, None)
         if event is not None:
             event.synchronize()
-        buffer.copy_(rows)
-        uploaded = buffer.to(device, non_blocking=True)
+        if buffer is None or buffer.nbytes < rows.nbytes:
+            buffer = hold.pinned_empty(torch.Size([rows.nbytes]), torch.uint8)
+        staged = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
+        staged.copy_(rows)
         event = None
         if device.type == "cuda":
+            uploaded = staged.to(device, non_blocking=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
         else:
-            uploaded = uploaded.clone()
-        ring.append((buffer, event))
+            uploaded = staged.clone()
+        self._ring.append((buffer, event))
         return uploaded
 
 
