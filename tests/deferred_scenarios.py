@@ -8,16 +8,17 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from kit import deferred
+
+torch = pytest.importorskip("torch", reason="the scheduler tests need torch")
 
 PAGE = 256
 TOKENS = 512
 """Prompts use the first so many token ids: below 2048, they are exact in the fake model's fp16 cache."""
 
 
-def prompt(length: int, seed: int = 0) -> torch.Tensor:
+def prompt(length: int, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, TOKENS, (1, length), generator=generator)
 

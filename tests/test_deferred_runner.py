@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-import torch
-from deferred_engine import Tokenizer, engine, real_engine  # noqa: F401
+from deferred_engine import Tokenizer, engine, real_engine, torch  # noqa: F401
 
 from kit.deferred import request, runner, timeline
 from kit.engines import exllamav3
