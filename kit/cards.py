@@ -83,6 +83,8 @@ class Experiment(Card):
     """The arm the others are compared with."""
     noise_arm: str | None = None
     """An arm measured twice (as <name>-again): the A/A pair that gives the noise floor."""
+    noise_loads: list[float] | None = None
+    """Load points of the A/A twin; None: all."""
 
     @model_validator(mode="after")
     def _names_exist(self) -> Experiment:

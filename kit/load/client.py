@@ -265,6 +265,8 @@ class Client:
             body["return_spec_tokens_details"] = True
         if spec.continuous_usage or (spec.continuous_usage is None and spec.dialect == "sglang"):
             body["stream_options"]["continuous_usage_stats"] = True
+        if spec.slots and job.client is not None:
+            body["id_slot"] = job.client % spec.slots
         body.update(spec.extra_body)
         return body
 

@@ -56,6 +56,9 @@ class LoadSpec(Strict):
     is known to have it (sglang); llama.cpp tells them in its timings."""
     extra_body: dict[str, JsonValue] = {}
     """Further fields of the request body."""
+    slots: int | None = Field(default=None, ge=1)
+    """llama.cpp: the server's slots. Client i keeps to slot i mod slots, so that a session's prefix stays in its slot;
+    left to choose, the server lets sessions with a common beginning evict each other."""
     draft_width: int | None = Field(default=None, ge=0)
     """SGLang: the width that was set. Its own proposed count is wrong after a change of width, so with this
     the drafted tokens are verify steps × width."""

@@ -55,6 +55,8 @@ def blocks(
         order.shuffle(arms)
         for arm in arms:
             loads = loads_of(experiment, profile)
+            if arm not in experiment.arms and experiment.noise_loads is not None:
+                loads = [load for load in loads if load.value in experiment.noise_loads]
             order.shuffle(loads)
             cells = [CellKey(experiment=name, arm=arm, load=load, repeat=repeat) for load in loads]
             left = [cell for cell in cells if cell.id not in finished]

@@ -111,6 +111,7 @@ def _measure_cell(
         think_time_s=card.workload.think_time_s,
         # Attached servers may refuse a field they don't know; the engines started here know it.
         ignore_eos=engine != "openai" or server.dialect != "openai",
+        slots=_slots(server),
         slo=card.workload.slo,
         metrics_urls=[server.metrics_url] if server.metrics_url else [],
         metrics_names=sorted(server.sampled.values()),
@@ -174,6 +175,11 @@ def _failed(run: Run, arm: Arm, cell: CellKey, reason: str) -> CellRecord:
         status="failed",
         reason=reason[:2000],
     )
+
+
+def _slots(server: Server) -> int | None:
+    slots = server.resolved.get("slots")
+    return slots if server.dialect == "llamacpp" and isinstance(slots, int) else None
 
 
 def _flush(server: Server) -> None:
