@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,10 +64,10 @@ def memory_bill(
                 parts.append(f"predicted {number(predicted)}")
             axes.annotate(" · ".join(parts) or "–", (max(edge, 0), y), xytext=(6, 0), textcoords="offset points",
                           va="center", fontsize=FONT_PT - 0.5, color=INK)  # fmt: skip
-        axes.set_yticks(range(len(drawn)), [r.label for r in drawn])
+        axes.set_yticks(range(len(drawn)), [textwrap.fill(r.label, 20) for r in drawn])
         axes.tick_params(axis="y", length=0, labelcolor="#333333")
         axes.set_ylim(len(drawn) - 0.4, -0.6)
-        axes.set_xlim(min(0, axes.get_xlim()[0]), (top or 1) * 1.75)
+        axes.set_xlim(min(0, axes.get_xlim()[0]), (top or 1) * 2.1)
         axes.grid(False, axis="y")
         axes.set_xlabel("MiB over the arm without a queue" if base else "MiB the queue holds", color=MUTED)
         svg = to_svg(figure, name)

@@ -130,7 +130,7 @@ def limits(
     return said
 
 
-def limits_html(said: Sequence[str]) -> str:
+def limits_html(said: Sequence[str], title: str = "What this does not show") -> str:
     """The sentences as a list."""
     items = "".join(f"<li>{escape(text)}</li>" for text in said)
-    return f'<section class="limits"><h3>What this does not show</h3><ul>{items}</ul></section>'
+    return f'<section class="limits"><h3>{escape(title)}</h3><ul>{items}</ul></section>'

@@ -96,10 +96,12 @@ def method(
     return rows
 
 
-def method_html(rows: Sequence[tuple[str, str]]) -> str:
+def method_html(rows: Sequence[tuple[str, str]], title: str = "Method") -> str:
     """The rows as a table; all texts escaped."""
     body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(text)}</td></tr>' for name, text in rows)
-    return f'<section class="method"><h3>Method</h3><table class="facts"><tbody>{body}</tbody></table></section>'
+    return (
+        f'<section class="method"><h3>{escape(title)}</h3><table class="facts"><tbody>{body}</tbody></table></section>'
+    )
 
 
 def _card_arms(run: RunRecord, experiment: str) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from kit.cards import ROOT
+from kit.cards import ROOT, load_card
 from kit.errors import KitError
 from kit.figures.figure import Figure, NotRecorded, Source, listed, table_html, times
 from kit.figures.sweep import Sweep, from_cells
@@ -28,6 +28,9 @@ from kit.records.schema import CellRecord, RunRecord
 from kit.records.store import RESULTS, Run
 from kit.report import limits as _limits
 from kit.report import method as _method
+
+LONG_TABLE = 12
+"""Rows above which a table is folded."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +51,28 @@ class Evidence:
         return [run.record for run in self.runs]
 
     @cached_property
+    def _cards(self) -> list[dict[str, Any]]:
+        """What each run's own card says of the experiment; of a run made without one, today's card of its model."""
+        found = []
+        for run in self.runs:
+            card = run.record.card.get("experiments", {}).get(self.experiment)
+            if not isinstance(card, dict):
+                try:
+                    card = load_card(run.record.model).model_dump(mode="json")["experiments"].get(self.experiment)
+                except KitError:
+                    card = None
+            found.append(card or {})
+        return found
+
+    @cached_property
     def baseline(self) -> str | None:
         """The arm the card names as the baseline of this experiment."""
-        for run in self.runs:
-            card = run.record.card.get("experiments", {}).get(self.experiment, {})
-            if isinstance(card, dict) and card.get("baseline"):
-                return str(card["baseline"])
-        return None
+        return next((str(card["baseline"]) for card in self._cards if card.get("baseline")), None)
 
     @cached_property
     def order(self) -> list[str]:
         """The card's arms of this experiment, in the card's order."""
-        arms: list[str] = []
-        for run in self.runs:
-            card = run.record.card.get("experiments", {}).get(self.experiment, {})
-            arms.extend(card.get("arms", {}) if isinstance(card, dict) else ())
-        return list(dict.fromkeys(arms))
+        return list(dict.fromkeys(arm for card in self._cards for arm in card.get("arms", ())))
 
     @cached_property
     def labels(self) -> list[str]:
@@ -161,17 +170,31 @@ def section(title: str, text: str, make: Callable[[], Figure | pd.DataFrame], gi
 
     ``given`` is None where its records were not found.
     """
-    if given is None:
-        return
-    try:
-        made = make()
-    except NotRecorded:
+    if given is not None:
+        sections(title, text, {"": make})
+
+
+def sections(title: str, text: str, makes: Mapping[str, Callable[[], Figure | pd.DataFrame | Sequence[str]]]) -> None:
+    """The same of several sets of records (layouts, say): each under its own name, those without records left out."""
+    made: dict[str, Figure | pd.DataFrame | Sequence[str]] = {}
+    for name, make in makes.items():
+        try:
+            made[name] = make()
+        except NotRecorded:
+            continue
+    if not made:
         return
     _display(f"<h2>{escape(title)}</h2><p>{escape(text)}</p>")
-    if isinstance(made, Figure):
-        _display(*made._repr_html_())
-    else:
-        _display(table_html(made))
+    for name, item in made.items():
+        if isinstance(item, Figure):
+            _display(*item._repr_html_())
+        elif isinstance(item, pd.DataFrame):
+            table_of = table_html(item, name or None)
+            if len(item) > LONG_TABLE:
+                table_of = f"<details><summary>{escape(name)} ({len(item)} rows)</summary>{table_of}</details>"
+            _display(table_of)
+        else:
+            notes(item, name)
 
 
 def answer(sweep: Sweep, metric: str = "output_tps") -> None:
@@ -264,16 +287,16 @@ def _server_order(name: str) -> tuple:
     return (first.index(name) if name in first else len(first), name)
 
 
-def method(evidence: Evidence, metrics: Sequence[str] = ("output_tps", "ttft_p50")) -> None:
+def method(evidence: Evidence, metrics: Sequence[str] = ("output_tps", "ttft_p50"), title: str = "Method") -> None:
     """The method table."""
     rows = _method.method(evidence.run_records, evidence.cells, metrics, evidence.identical)
-    _display(_method.method_html(rows))
+    _display(_method.method_html(rows, title))
 
 
-def limits(evidence: Evidence) -> None:
+def limits(evidence: Evidence, title: str = "What this does not show") -> None:
     """The section "What this does not show"."""
     said = _limits.limits(evidence.run_records, evidence.cells, evidence.identical)
-    _display(_limits.limits_html(said))
+    _display(_limits.limits_html(said, title))
 
 
 def table(frame: pd.DataFrame, caption: str | None = None) -> None:

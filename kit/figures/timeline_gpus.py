@@ -1,0 +1,140 @@
+"""What each GPU did during a few chunks of a prompt: lanes of busy spans, with the gaps between them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from kit.figures.figure import Figure, NotRecorded, Source, listed, number
+from kit.figures.style import BLUE, FONT_PT, GREEN, MUTED, ORANGE, panels, styled, to_svg
+
+COLORS = {"target": BLUE, "mtp": ORANGE, "copy": GREEN, "other": "#999999"}
+WORDS = {"target": "target", "mtp": "MTP pass", "copy": "copies", "other": "other"}
+
+Span = tuple[float, float, str]
+"""Begin and end in µs, and what ran."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """One arm: the busy spans of each GPU (by its number), and of the host's calls, in µs from the first."""
+
+    label: str
+    gpus: Mapping[int, Sequence[Span]]
+    host: Sequence[Span] = ()
+    chunks: int | None = None
+
+    @property
+    def end(self) -> float:
+        """When the last GPU span ends, µs."""
+        return max((spans[-1][1] for spans in self.gpus.values() if spans), default=0.0)
+
+    def busy(self, gpu: int) -> float:
+        """Share of the time from 0 to the end in which the GPU ran anything."""
+        return sum(end - begin for begin, end, _ in merged(self.gpus[gpu], 0.0, labels=False)) / self.end
+
+
+def merged(spans: Sequence[Span], gap: float, labels: bool = True) -> list[Span]:
+    """Spans that overlap or lie closer together than ``gap`` µs as one, within a label or regardless of labels."""
+    found: list[Span] = []
+    for begin, end, label in sorted(spans):
+        if found and (not labels or found[-1][2] == label) and begin - found[-1][1] <= gap:
+            found[-1] = (found[-1][0], max(found[-1][1], end), found[-1][2])
+        else:
+            found.append((begin, end, label))
+    return found
+
+
+def timeline_gpus(
+    arms: Sequence[Lanes],
+    caption: str = "",
+    sources: Sequence[Source] = (),
+    flags: Sequence[str] = (),
+    name: str = "timeline-gpus",
+) -> Figure:
+    """A panel per arm on one time axis, a lane per GPU and one for the host's calls. Raises NotRecorded without any."""
+    arms = [a for a in arms if a.end > 0]
+    if not arms:
+        raise NotRecorded("no timeline of the GPUs was recorded")
+    longest = max(a.end for a in arms)
+    with styled():
+        heights = [0.38 * (len(a.gpus) + bool(a.host)) + 0.85 for a in arms]
+        figure, all_axes = panels([*heights[:-1], heights[-1] + 0.5])
+        for axes, lanes in zip(all_axes, arms, strict=True):
+            _panel(axes, lanes, longest)
+        all_axes[-1].set_xlabel("ms", color=MUTED)
+        shown = [k for k in COLORS if any(s[2] == k for a in arms for spans in a.gpus.values() for s in spans)]
+        handles = [all_axes[-1].barh(0, 0, color=COLORS[k], label=WORDS[k]) for k in shown]
+        all_axes[-1].legend(handles=handles, loc="upper left", bbox_to_anchor=(-0.12, -0.42), ncols=4, frameon=False,
+                            fontsize=FONT_PT - 1, handlelength=1.0, columnspacing=1.0)  # fmt: skip
+        svg = to_svg(figure, name)
+    rows = [
+        {
+            "arm": lanes.label,
+            "GPU": str(gpu),
+            "busy": f"{lanes.busy(gpu) * 100:.0f} %",
+            "of": f"{lanes.end / 1000:.1f} ms",
+            "longest gap (ms)": longest_gap(lanes.gpus[gpu]) / 1000,
+            **{f"{WORDS[k]} (ms)": sum(e - b for b, e, label in lanes.gpus[gpu] if label == k) / 1000 for k in COLORS},
+        }
+        for lanes in arms
+        for gpu in lanes.gpus
+    ]
+    return Figure(
+        name=name,
+        svg=svg,
+        headline=_headline(arms),
+        caption=f"{caption} Taken with torch's profiler, which slows the host: read the shape, not the speed. "
+        "White between the bars is a GPU that waits.".strip(),
+        alt="Timelines of the GPUs. "
+        + listed([f"{a.label}: " + ", ".join(f"GPU {g} busy {a.busy(g):.0%}" for g in a.gpus) for a in arms]),
+        table=pd.DataFrame(rows),
+        sources=sources,
+        n="one profile per arm",
+        flags=flags,
+    )
+
+
+def longest_gap(spans: Sequence[Span]) -> float:
+    """The longest time without work between a GPU's first and last span, µs."""
+    joined = merged(spans, 0.0, labels=False)
+    return max((b[0] - a[1] for a, b in pairwise(joined)), default=0.0)
+
+
+def _panel(axes: Axes, lanes: Lanes, longest: float) -> None:
+    gap = longest / 600  # finer than a line is wide
+    rows: list[tuple[str, Sequence[Span]]] = [(f"GPU {gpu}", spans) for gpu, spans in lanes.gpus.items()]
+    if lanes.host:
+        rows.append(("host", lanes.host))
+    for y, (_, spans) in enumerate(rows):
+        for label, color in COLORS.items():
+            mine = merged([s for s in spans if s[2] == label], gap)
+            axes.broken_barh(
+                [(b / 1000, max(e - b, gap / 2) / 1000) for b, e, _ in mine], (y - 0.32, 0.64), color=color, lw=0
+            )
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.tick_params(axis="y", length=0, labelcolor="#333333")
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, longest / 1000)
+    axes.grid(False)
+    busy = ", ".join(f"GPU {gpu} busy {lanes.busy(gpu):.0%}" for gpu in lanes.gpus)
+    axes.set_title(textwrap.fill(f"{lanes.label}: {busy}", 46))
+
+
+def _headline(arms: Sequence[Lanes]) -> str:
+    first = arms[0]
+    least = min(first.busy(gpu) for gpu in first.gpus)
+    chunks = f"{first.chunks} chunks" if first.chunks else "the profile"
+    text = (
+        f"{first.label[:1].upper()}{first.label[1:]}: a GPU stands still for {(1 - least) * 100:.0f}\u00a0% of {chunks}"
+    )
+    if len(arms) > 1:
+        other = arms[-1]
+        rest = min(other.busy(gpu) for gpu in other.gpus)
+        text += f"; {other.label}: {number((1 - rest) * 100, 2)}\u00a0%"
+    return text

@@ -1,0 +1,581 @@
+"""What the prefill notebook shows: from the records of ExLlamaV3 runs to what the figures take.
+
+Runs on one GPU and runs that split layers over several are different layouts and never share a chart: each is a
+:class:`Part`, and the notebook draws its figures for each part.
+
+Arms are told apart by their settings (``kit.engines.exllamav3.ArmSettings``), not by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from kit.deferred.model import (
+    Schedule,
+    StageTimes,
+    advise,
+    chunk_bytes,
+    seconds_per_chunk,
+    two_gpu_times,
+)
+from kit.deferred.runner import DETAILS, identity
+from kit.engines.exllamav3 import ArmSettings, chunks
+from kit.errors import KitError
+from kit.figures.figure import NotRecorded, number, times
+from kit.figures.memory_bill import MIB, MemoryRow
+from kit.figures.prefill_depth import DepthFit, DepthPoint, DepthSeries, fit_depths
+from kit.figures.sweep import Sweep
+from kit.figures.timeline_gpus import Lanes
+from kit.measure import plan
+from kit.records.metrics import ratio
+from kit.records.schema import CellRecord
+from kit.records.stats import estimate
+from kit.records.store import Run, find_runs
+from kit.report import published
+from kit.report.notebook import Evidence
+
+NO_MTP, STOCK = "no-mtp", "stock"
+
+Made = TypeVar("Made")
+
+BUDGETS_MIB = (64, 256, 1024)
+"""Memory budgets the model's advice is given for."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layout: the run its figures are drawn from, and other runs of the same layout (for what that one lacks)."""
+
+    evidence: Evidence
+    others: Sequence[Run] = ()
+
+    @property
+    def run(self) -> Run:
+        """The run the figures are drawn from."""
+        return self.evidence.runs[0]
+
+    @cached_property
+    def good(self) -> list[CellRecord]:
+        """The cells that ended well."""
+        return [c for c in self.evidence.cells if c.status == "ok"]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs the layers lie on."""
+        return int(self.good[0].resolved.get("gpus") or 1)
+
+    @property
+    def title(self) -> str:
+        """How a reader knows the part: one GPU; 2 GPUs, layers 16 + 16."""
+        split = self.good[0].resolved.get("split")
+        if self.gpus == 1:
+            return "one GPU"
+        return f"{self.gpus} GPUs" + (f", layers {str(split).replace(',', ' + ')}" if split else "")
+
+    @property
+    def suffix(self) -> str:
+        """For the names of its figures."""
+        split = self.good[0].resolved.get("split")
+        return f"{self.gpus}gpu" + (f"-{str(split).replace(',', '-')}" if split else "")
+
+    @property
+    def labels(self) -> list[str]:
+        """What must stand with every number of the part."""
+        return [self.title, *self.evidence.labels]
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prompt chunk."""
+        return int(self.good[0].resolved["chunk"] or 0)
+
+    @property
+    def arms(self) -> dict[str, ArmSettings]:
+        """Settings of the arms that have good cells, in the card's order (else as measured)."""
+        found = {c.cell.arm: ArmSettings.of(c.arm) for c in self.good}
+        order = self.evidence.order
+        return dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Prompt lengths in tokens."""
+        return sorted({int(c.cell.load.value) for c in self.good})
+
+    @cached_property
+    def sweep(self) -> Sweep:
+        """All arms but those that were synchronised by force, against no MTP."""
+        drawn = [arm for arm, settings in self.arms.items() if not settings.forced_sync]
+        return self.evidence.sweep(arms=drawn, baseline=NO_MTP if NO_MTP in drawn else None)
+
+    def values(self, metric: str, arm: str, length: float) -> list[float]:
+        """Known values by repeat."""
+        found = (
+            c.metrics.get(metric)
+            for c in sorted(self.good, key=lambda c: c.cell.repeat)
+            if c.cell.arm == arm and c.cell.load.value == length
+        )
+        return [v for v in found if v is not None]
+
+    def mean(self, metric: str, arm: str, length: float) -> float | None:
+        """Mean over the repeats."""
+        found = estimate(self.values(metric, arm, length))
+        return found.mean if found else None
+
+    def server(self, name: str, arm: str, length: float) -> float | None:
+        """Mean over the repeats of a figure that the engine told of itself."""
+        cells = [c for c in self.good if c.cell.arm == arm and c.cell.load.value == length]
+        found = estimate([c.server.get(name) for c in cells])
+        return found.mean if found else None
+
+    @property
+    def remedies(self) -> list[str]:
+        """Arms that leave the draft cache as stock does and change when or how it is filled."""
+        return [
+            arm
+            for arm, s in self.arms.items()
+            if s.drafting == "mtp" and s.draft_bits == 4 and not s.coalesce and not s.forced_sync
+            and (s.depth != 1 or s.unblock or s.mtp_gpu == "last")
+        ]  # fmt: skip
+
+    def best(self, length: float) -> str | None:
+        """The remedy with the highest mean input throughput at a length; None if none was measured."""
+        known = {arm: m for arm in self.remedies if (m := self.mean("input_tps", arm, length)) is not None}
+        return max(known, key=lambda arm: known[arm]) if known else None
+
+    @cached_property
+    def details(self) -> list[dict[str, Any]]:
+        """The lines of ``prefill.jsonl``; none if the run has no such file."""
+        path = self.run.folder / DETAILS
+        if not path.is_file():
+            return []
+        good = {c.cell.id for c in self.good}
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return [line for line in lines if line["cell"] in good]
+
+    def depth_context(self, with_published: bool) -> dict[str, Any]:
+        """The same for the figure of depths, with the note's source where its points are drawn."""
+        shown = self.context("prefill-depth")
+        if with_published:
+            shown["sources"] = [*shown["sources"], published.load("exllamav3-note").source("note")]
+        return shown
+
+    def look(self, name: str) -> dict[str, Any]:
+        """Name and labels of a figure drawn from the part's sweep, which has the sources."""
+        return {"name": f"{name}-{self.suffix}", "flags": self.labels}
+
+    def context(self, name: str) -> dict[str, Any]:
+        """Name, sources and labels of a figure of this part."""
+        return {"name": f"{name}-{self.suffix}", "sources": self.sweep.sources, "flags": self.labels}
+
+
+def parts(evidence: Evidence) -> list[Part]:
+    """The layouts of a model's runs of this experiment: more GPUs first. A layout's figures come from the run that the
+    request found, if it is a local one; else from the recorded run with the most good cells (the newest of equals).
+
+    Raises KitError if no cell of any run ended well.
+    """
+    asked = list(evidence.runs)
+    model = asked[0].record.model
+    found = {run.folder.resolve(): run for run in asked}
+    for run in find_runs([plan.LOCAL, plan.RECORDED], model, evidence.experiment):
+        found.setdefault(run.folder.resolve(), run)
+    groups: dict[tuple, list[Run]] = {}
+    cells = {run.folder: [c for c in plan.experiment_cells([run], evidence.experiment) if c.status == "ok"]
+             for run in found.values()}  # fmt: skip
+    for run in found.values():
+        if cells[run.folder]:
+            resolved = cells[run.folder][0].resolved
+            groups.setdefault((int(resolved.get("gpus") or 1), str(resolved.get("split"))), []).append(run)
+    if not groups:
+        raise KitError(f"no cell of {evidence.experiment} ended well in any run of {model}")
+
+    def rank(run: Run) -> tuple:
+        local = run in asked and plan.LOCAL in run.folder.parents
+        return (local, len(cells[run.folder]), run.record.created_at)
+
+    made = []
+    for _, runs in sorted(groups.items(), key=lambda group: group[0], reverse=True):
+        first, *rest = sorted(runs, key=rank, reverse=True)
+        made.append(Part(Evidence(evidence.experiment, [first]), rest))
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def answers(part: Part) -> list[str]:
+    """What MTP prefill costs here, what the best remedy wins back, and what it takes, by prompt length."""
+    said = []
+    for length in part.lengths:
+        stock = part.sweep.effect("input_tps", STOCK, length)
+        if stock is None:
+            continue
+        text = f"{length:,} tokens: stock MTP reads the prompt at {_interval(stock.ratio)} the speed of no MTP"
+        best = part.best(length)
+        effect = part.sweep.effect("input_tps", best, length) if best else None
+        over = part.sweep.effect("input_tps", best, length, baseline=STOCK) if best else None
+        if best and effect and over:
+            if over.verdict == "noise":
+                text += (
+                    f"; no remedy differs from stock by more than the noise (the highest, {part.sweep.label(best)}: "
+                )
+                text += f"{_interval(over.ratio)} stock)"
+            else:
+                text += f"; {part.sweep.label(best)} at {_interval(effect.ratio)}, {_interval(over.ratio)} stock"
+                peak = part.server("queue_peak_bytes", best, length)
+                if peak:
+                    text += f", for a queue of {number(peak / MIB)} MiB"
+                if over.verdict == "unknown":
+                    text += " (too few repeats to know the noise)"
+        said.append(text + ".")
+    said += _exactness(part)
+    if part.gpus == 1:
+        said.append(
+            "On one GPU there is no interruption to win back: all layers and the MTP head take turns on it in any "
+            "order. What is left of the difference to no MTP is the work of the MTP pass itself."
+        )
+    return said
+
+
+def _exactness(part: Part) -> list[str]:
+    """In how many cells the draft cache and the output were those of stock, over the arms that claim to be exact."""
+    rows = [row for row in identity(part.details) if not part.arms[row["arm"]].stock]
+    caches = [r["draft_cache_equal"] for r in rows if r["arm"] in part.remedies and r["draft_cache_equal"] is not None]
+    outputs = [r["output_equal"] for r in rows]
+    if not outputs:
+        return []
+    text = f"Output identical to stock's for the same prompt in {sum(outputs)} of {len(outputs)} cells of all arms"
+    if caches:
+        text += f"; draft cache after the prompt bit-identical in {sum(caches)} of {len(caches)} cells of the remedies"
+    return [text + "."]
+
+
+def _interval(e: Any) -> str:
+    text = times(e.mean)
+    return text if e.low is None else f"{text} ({number(e.low, 3)} to {number(e.high, 3)})"
+
+
+# ------------------------------------------------------------------------------------------------------ input by depth
+
+
+def _plain_depth(settings: ArmSettings) -> bool:
+    """A depth of the queue that the note describes, with nothing else changed."""
+    s = settings
+    return (
+        s.drafting == "mtp" and s.draft_bits == 4 and s.where == "device" and s.mtp_gpu == "first"
+        and not (s.rolling or s.coalesce or s.unblock or s.forced_sync) and s.queue_mib is None
+    )  # fmt: skip
+
+
+def depth_series(part: Part, with_published: bool = False) -> list[DepthSeries]:
+    """Input throughput by depth for each prompt length; the published two-GPU points if asked for."""
+    found = []
+    for length in part.lengths:
+        points = [
+            DepthPoint(None if s.depth == "whole" else int(s.depth), values)
+            for arm, s in part.arms.items()
+            if _plain_depth(s) and (values := part.values("input_tps", arm, length))
+        ]
+        level = part.values("input_tps", NO_MTP, length)
+        found.append(DepthSeries(f"{length:,} tokens", length, points, level, _fit(part, length, points)))
+    return found + (published_series() if with_published else [])
+
+
+def _fit(part: Part, length: int, points: Sequence[DepthPoint]) -> DepthFit | None:
+    """t(N) = a + b/N over the depths that the prompt fills (a deeper queue than the prompt has chunks is not deeper);
+    only for a layer split, since one GPU has no pipeline to drain."""
+    if part.gpus == 1:
+        return None
+    full = [p for p in points if p.depth is not None and p.depth <= chunks(length, part.chunk)]
+    return fit_depths(full, part.chunk) if len({p.depth for p in full}) > 2 else None
+
+
+def published_series() -> list[DepthSeries]:
+    """The published two-GPU points."""
+    return [
+        replace(s, label=f"note (two GPUs), {s.label}")
+        for s in published.depth_series(published.load("exllamav3-note"))
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def memory_rows(part: Part) -> list[MemoryRow]:
+    """Peak memory at the longest prompt beside the predicted queue; stock is the reference.
+
+    Rows that wait in pinned host memory are no GPU memory: for those arms the prediction is left out.
+    """
+    length = part.lengths[-1]
+    rows = []
+    for arm, s in part.arms.items():
+        if s.drafting != "mtp" or s.draft_bits != 4 or s.forced_sync or (part.gpus > 1 and s.mtp_gpu == "last"):
+            continue
+        predicted = part.server("predicted_queue_bytes", arm, length) if s.where == "device" else None
+        if arm == STOCK or s.depth != 1:
+            label = part.sweep.label(arm)
+            rows.append(MemoryRow(label, part.values("peak_memory_bytes", arm, length), predicted))
+    return rows
+
+
+def memory_caption(part: Part) -> str:
+    """What the memory figure's bars are."""
+    return f"Allocator peaks of all GPUs over a request of {part.lengths[-1]:,} input tokens."
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def identity_table(part: Part) -> pd.DataFrame:
+    """How many cells left the draft cache and the output that stock left for the same prompt.
+
+    Raises NotRecorded without the run's details.
+    """
+    rows = identity(part.details)
+    if not rows:
+        raise NotRecorded("no digests of draft caches and outputs were recorded")
+    found = []
+    for arm in part.arms:
+        mine = [row for row in rows if row["arm"] == arm]
+        if part.arms[arm].stock or not mine:
+            continue
+        caches = [row["draft_cache_equal"] for row in mine if row["draft_cache_equal"] is not None]
+        outputs = [row["output_equal"] for row in mine]
+        found.append(
+            {
+                "arm": _label(part, arm),
+                "draft cache as stock's": f"{sum(caches)} of {len(caches)}" if caches else "no MTP cache",
+                "output as stock's": f"{sum(outputs)} of {len(outputs)}",
+                "compared with": "stock, Q8 draft cache" if part.arms[arm].draft_bits == 8 else "stock",
+            }
+        )
+    return pd.DataFrame(found)
+
+
+_FLUSH_WORDS = {
+    "depth": "queue full", "bytes": "byte cap", "prefill_end": "end of the prompt", "draft_forward": "a draft read",
+    "draft_prefill": "a draft write", "copy_page": "page copied", "store": "page stored", "hash_swap": "hash swap",
+    "deallocate": "pages freed", "uninstall": "uninstalled",
+}  # fmt: skip
+
+
+def queue_table(part: Part) -> pd.DataFrame:
+    """The queue's own counters per request, mean over the repeats. Raises NotRecorded if no arm had a queue."""
+    rows = []
+    for length in part.lengths:
+        for arm in part.arms:
+            queued = part.server("queue_queued", arm, length)
+            if queued is None:
+                continue
+            peak = part.server("queue_peak_bytes", arm, length)
+            predicted = part.server("predicted_queue_bytes", arm, length)
+            reasons = {name: part.server(f"flushes_{name}", arm, length) for name in _FLUSH_WORDS}
+            rows.append(
+                {
+                    "arm": _label(part, arm),
+                    "input": f"{length:,}",
+                    "chunks queued": queued,
+                    "MTP passes": part.server("queue_passes", arm, length),
+                    "flushes": "; ".join(f"{_FLUSH_WORDS[name]} {count:g}" for name, count in reasons.items() if count),
+                    "dropped": part.server("queue_dropped", arm, length),
+                    "peak (MiB)": None if peak is None else peak / MIB,
+                    "predicted (MiB)": None if predicted is None else predicted / MIB,
+                    "in flushes (s)": part.server("queue_flush_seconds", arm, length),
+                }
+            )
+    if not rows:
+        raise NotRecorded("no arm with a queue was measured")
+    return pd.DataFrame(rows)
+
+
+def sync_table(part: Part) -> pd.DataFrame:
+    """Target pass and MTP pass under forced synchronisation, beside what the same arm takes without it.
+
+    From the part's run or another run of the same layout. Raises NotRecorded if none has such cells.
+    """
+    rows = []
+    for run in (part.run, *part.others):
+        mine = Part(Evidence(part.evidence.experiment, [run]))
+        synced = [arm for arm, s in mine.arms.items() if s.forced_sync]
+        for length in mine.lengths if synced else ():
+            for arm in synced:
+                target = mine.server("forced_sync_target_s", arm, length)
+                if target is None:
+                    continue
+                mtp = mine.server("forced_sync_mtp_s", arm, length)
+                free = part.mean("prefill_s", NO_MTP if mtp is None else STOCK, length)
+                rows.append(
+                    {
+                        "arm": _label(mine, arm),
+                        "input": f"{length:,}",
+                        "target passes (s)": target,
+                        "MTP passes (s)": mtp,
+                        "MTP ÷ target": None if mtp is None else f"{mtp / target * 100:.1f} %",
+                        "whole prompt, synchronised (s)": mine.mean("prefill_s", arm, length),
+                        "whole prompt, not (s)": free,
+                    }
+                )
+        if rows:
+            break
+    if not rows:
+        raise NotRecorded("no cell was measured with forced synchronisation")
+    return pd.DataFrame(rows)
+
+
+def utilisation_table(part: Part) -> pd.DataFrame:
+    """Utilisation of each GPU over a request, mean over the repeats. Raises NotRecorded if it was not sampled."""
+    rows = []
+    for length in part.lengths:
+        for arm in part.arms:
+            by_gpu = {f"GPU {gpu}": part.server(f"utilisation_gpu{gpu}", arm, length) for gpu in range(part.gpus)}
+            if any(v is not None for v in by_gpu.values()):
+                shown = {gpu: None if v is None else f"{v:.0f} %" for gpu, v in by_gpu.items()}
+                rows.append({"arm": _label(part, arm), "input": f"{length:,}", **shown})
+    if not rows:
+        raise NotRecorded("the GPUs' utilisation was not sampled")
+    return pd.DataFrame(rows)
+
+
+def lanes(part: Part) -> list[Lanes]:
+    """The recorded timelines: stock first, then the arm with the best input throughput that has one, then the others.
+
+    Raises NotRecorded if there is none.
+    """
+    found: dict[str, Lanes] = {}
+    for run in (part.run, *part.others):
+        for path in sorted(run.folder.glob("timeline-*.json")):
+            text = json.loads(path.read_text())
+            gpus = {int(g["device"]): [(b, e, label) for b, e, label in g["spans"]] for g in text["gpus"]}
+            if text["arm"] not in found and any(gpus.values()):
+                host = [(b, e, label) for b, e, label in text.get("host", ())]
+                found[text["arm"]] = Lanes(text["label"], gpus, host, text.get("chunks"))
+    if not found:
+        raise NotRecorded("no timeline of the GPUs was recorded")
+    speed = {arm: part.mean("input_tps", arm, part.lengths[-1]) or 0.0 for arm in found}
+    others = sorted((arm for arm in found if arm != STOCK), key=lambda arm: -speed[arm])
+    return [found[arm] for arm in ([STOCK] if STOCK in found else []) + others[:1]]
+
+
+# ---------------------------------------------------------------------------------------------------------------- model
+
+
+def stage_times(part: Part, length: int) -> StageTimes:
+    """The model's stage times at a prompt length, fitted to measurements.
+
+    For two GPUs to the depths and no MTP; for one GPU the MTP pass is what stock takes more than no MTP.
+
+    Raises NotRecorded where too little was measured, or the model's premises do not hold for what was.
+    """
+    plain = _per_chunk(part, NO_MTP, length)
+    stock = _per_chunk(part, STOCK, length)
+    if plain is None or stock is None:
+        raise NotRecorded("the model needs no MTP and stock at the same prompt length")
+    if part.gpus == 1:
+        return StageTimes((plain,), max(0.0, stock - plain))
+    series = next(s for s in depth_series(part) if s.context_tokens == length)
+    if part.gpus != 2 or series.fit is None:
+        raise NotRecorded("the model's fit needs two GPUs, no MTP and three depths that the prompt fills")
+    try:
+        return two_gpu_times(series.fit.line, plain)
+    except ValueError as error:
+        raise NotRecorded(f"the model does not fit what was measured at {length:,} tokens: {error}") from error
+
+
+def schedule_of(settings: ArmSettings) -> Schedule | None:
+    """An arm as the model's schedule; None for one that the model does not know."""
+    s = settings
+    if s.drafting == "ngram" or s.coalesce or s.forced_sync or s.queue_mib is not None or s.draft_bits != 4:
+        return None
+    return Schedule(
+        mtp=None if s.drafting == "none" else s.mtp_gpu,
+        depth=None if s.depth == "whole" else int(s.depth),
+        pinned=s.where == "pinned",
+        rolling=s.rolling,
+        unblocked=s.unblock,
+    )
+
+
+def model_table(part: Part) -> pd.DataFrame:
+    """The model's input throughput beside the measured, by arm and prompt length.
+
+    Raises NotRecorded if it can be made for no length.
+    """
+    rows, problems = [], []
+    for length in part.lengths:
+        try:
+            stages = stage_times(part, length)
+        except NotRecorded as error:
+            problems.append(str(error))
+            continue
+        for arm, settings in part.arms.items():
+            schedule, measured = schedule_of(settings), part.mean("input_tps", arm, length)
+            if schedule is None or measured is None:
+                continue
+            model = part.chunk / seconds_per_chunk(stages, schedule, chunks(length, part.chunk))
+            rows.append(
+                {
+                    "arm": _label(part, arm),
+                    "input": f"{length:,}",
+                    "model (t/s)": model,
+                    "measured (t/s)": measured,
+                    "model ÷ measured": round(model / measured, 3),
+                }
+            )
+    if not rows:
+        raise NotRecorded("; ".join(dict.fromkeys(problems)) or "the model knows none of the measured arms")
+    return pd.DataFrame(rows)
+
+
+def advice(part: Part) -> list[str]:
+    """The depth that the model says reaches 95 % of a whole-prompt queue's throughput, by memory budget."""
+    length = part.lengths[-1]
+    try:
+        stages = stage_times(part, length)
+    except NotRecorded as error:
+        return [f"The model gives no advice for {part.title}: {error}."]
+    size = _bytes_per_chunk(part, length)
+    if size is None:
+        return [f"The model gives no advice for {part.title}: no arm with a queue tells the size of a chunk's rows."]
+    said = []
+    for budget in BUDGETS_MIB:
+        found = advise(stages, chunks=chunks(length, part.chunk), bytes_per_chunk=size, budget=budget * MIB)
+        reach = "reaches" if found.reached else "does not reach 95 %: it gives"
+        said.append(
+            f"Within {budget:,} MiB, depth {found.depth} ({number(found.queue_bytes / MIB)} MiB) {reach} "
+            f"{found.of_limit * 100:.0f} % of what deferring the whole prompt gives."
+        )
+    parts_ = [f"{number(s * 1000)} ms" for s in stages.stages]
+    said.append(
+        f"Model for {part.title} at {length:,} tokens, from fitted times per {part.chunk}-token chunk: target "
+        f"{' + '.join(parts_)}, MTP pass {number(stages.mtp * 1000)} ms. A prediction, not a measurement."
+    )
+    return said
+
+
+def _per_chunk(part: Part, arm: str, length: int) -> float | None:
+    return ratio(part.chunk, part.mean("input_tps", arm, length))
+
+
+def _bytes_per_chunk(part: Part, length: int) -> int | None:
+    """From the predicted size of a device queue that the prompt fills (hidden size × 2 bytes × tokens)."""
+    for arm, s in part.arms.items():
+        if isinstance(s.depth, int) and 1 < s.depth < chunks(length, part.chunk):
+            predicted = part.server("predicted_queue_bytes", arm, length)
+            if predicted:
+                hidden = predicted / s.depth / part.chunk / 2
+                return chunk_bytes(part.chunk, round(hidden))
+    return None
+
+
+def _label(part: Part, arm: str) -> str:
+    return next(c.arm.label for c in part.good if c.cell.arm == arm)
+
+
+def each(of: Sequence[Part], make: Callable[[Part], Made]) -> dict[str, Callable[[], Made]]:
+    """What ``nb.sections`` takes: a part's title → what makes its figure or table."""
+    return {part.title: partial(make, part) for part in of}
