@@ -1,4 +1,4 @@
-"""Synthetic records of the prefill experiment, in the form that kit.deferred.runner leaves. Never outside a test's folder.
+"""Synthetic records of the prefill experiment, in the form that kit.deferred.runner leaves; for tests alone.
 
 Input throughput comes from the discrete-event model with known stage times, so a test knows what a reader should learn.
 """

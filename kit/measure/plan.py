@@ -71,11 +71,11 @@ def is_complete(run: Run, name: str, experiment: Experiment, profile: Profile) -
 
 
 def matching_local_run(
-    card: ModelCard, profile: Profile, engine: EngineName, stamp: str | None, root: Path = LOCAL
+    card: ModelCard, profile: Profile, engine: EngineName, stamp: str | None, root: Path | None = None
 ) -> Run | None:
     """The newest local run of this card, profile, engine and these weights: to read, or to resume."""
     wanted = card.model_dump(mode="json")
-    for run in find_runs([root], card.name):
+    for run in find_runs([root or LOCAL], card.name):
         record = run.record
         same = record.profile == profile.name and record.engine == engine and record.card == wanted
         if same and record.provenance.model_stamp == stamp:
@@ -83,9 +83,9 @@ def matching_local_run(
     return None
 
 
-def recorded_runs(model: str, experiment: str, root: Path = RECORDED) -> list[Run]:
+def recorded_runs(model: str, experiment: str, root: Path | None = None) -> list[Run]:
     """Recorded runs of a model that hold cells of an experiment, newest first."""
-    return find_runs([root], model, experiment)
+    return find_runs([root or RECORDED], model, experiment)
 
 
 def new_run_id(now: datetime | None = None) -> str:

@@ -236,8 +236,8 @@ def answers(part: Part) -> list[str]:
     said += _exactness(part)
     if part.gpus == 1:
         said.append(
-            "On one GPU there is no interruption to win back: all layers and the MTP head take turns on it in any "
-            "order. What is left of the difference to no MTP is the work of the MTP pass itself."
+            "On one GPU there is no interruption to win back: target and MTP passes share it, and deferring only "
+            "changes their order."
         )
     return said
 
