@@ -18,6 +18,9 @@ _EXPECTED = (
 )  # fmt: skip
 """What a reader of a serving experiment may look for; the prefill experiment is judged by its own metrics."""
 
+SYNCHRONISED = "forced-synchronisation"
+"""Flag of cells in which passes were timed one by one (``kit.deferred.runner``)."""
+
 _EXPECTED_PREFILL = ("input_tps", "decode_tps", "ttft_s", "wall_s", "acceptance", "peak_memory_bytes")
 
 
@@ -70,9 +73,14 @@ def limits(
             "Behaviour at a given arrival rate: the loop is closed, so a slower server also receives fewer requests, "
             "and queueing under a controlled arrival rate is not measured."
         )
-    if any("forced" in f or "simulated" in f for c in good for f in c.flags) or any(
-        "forced" in n or "simulated" in n for r in runs for n in r.notes
-    ):
+    synced = [c for c in good if SYNCHRONISED in c.flags]
+    if synced:
+        said.append(
+            f"A service's speed in {len(synced)} of {len(good)} cells: there every pass was synchronised by force, to "
+            "time it. They are in no figure of throughput."
+        )
+    labels = {f for c in good for f in c.flags} - {SYNCHRONISED} | {n for r in runs for n in r.notes}
+    if any("forced" in label or "simulated" in label for label in labels):
         said.append(
             "Real acceptance everywhere: some cells are labelled forced or simulated; their acceptance was set."
         )

@@ -29,7 +29,7 @@ from kit.records.store import RESULTS, Run
 from kit.report import limits as _limits
 from kit.report import method as _method
 
-LONG_TABLE = 12
+LONG_TABLE = 18
 """Rows above which a table is folded."""
 
 

@@ -430,12 +430,15 @@ def sync_table(part: Part) -> pd.DataFrame:
 def utilisation_table(part: Part) -> pd.DataFrame:
     """Utilisation of each GPU over a request, mean over the repeats. Raises NotRecorded if it was not sampled."""
     rows = []
-    for length in part.lengths:
-        for arm in part.arms:
-            by_gpu = {f"GPU {gpu}": part.server(f"utilisation_gpu{gpu}", arm, length) for gpu in range(part.gpus)}
-            if any(v is not None for v in by_gpu.values()):
-                shown = {gpu: None if v is None else f"{v:.0f} %" for gpu, v in by_gpu.items()}
-                rows.append({"arm": _label(part, arm), "input": f"{length:,}", **shown})
+    for arm in part.arms:
+        found = {
+            f"GPU {gpu}, {length:,}": part.server(f"utilisation_gpu{gpu}", arm, length)
+            for length in part.lengths
+            for gpu in range(part.gpus)
+        }
+        if any(v is not None for v in found.values()):
+            shown = {column: None if v is None else f"{v:.0f} %" for column, v in found.items()}
+            rows.append({"arm": _label(part, arm), **shown})
     if not rows:
         raise NotRecorded("the GPUs' utilisation was not sampled")
     return pd.DataFrame(rows)
@@ -505,27 +508,25 @@ def model_table(part: Part) -> pd.DataFrame:
 
     Raises NotRecorded if it can be made for no length.
     """
-    rows, problems = [], []
+    stages, problems = {}, []
     for length in part.lengths:
         try:
-            stages = stage_times(part, length)
+            stages[length] = stage_times(part, length)
         except NotRecorded as error:
             problems.append(str(error))
-            continue
-        for arm, settings in part.arms.items():
-            schedule, measured = schedule_of(settings), part.mean("input_tps", arm, length)
-            if schedule is None or measured is None:
-                continue
-            model = part.chunk / seconds_per_chunk(stages, schedule, chunks(length, part.chunk))
-            rows.append(
-                {
-                    "arm": _label(part, arm),
-                    "input": f"{length:,}",
-                    "model (t/s)": model,
-                    "measured (t/s)": measured,
-                    "model ÷ measured": round(model / measured, 3),
-                }
-            )
+    rows = []
+    for arm, settings in part.arms.items():
+        schedule = schedule_of(settings)
+        row: dict[str, object] = {}
+        for length, times_there in stages.items() if schedule else ():
+            measured = part.mean("input_tps", arm, length)
+            if measured is not None:
+                model = part.chunk / seconds_per_chunk(times_there, schedule, chunks(length, part.chunk))
+                row[f"model t/s, {length:,}"] = model
+                row[f"measured t/s, {length:,}"] = measured
+                row[f"model ÷ measured, {length:,}"] = round(model / measured, 3)
+        if row:
+            rows.append({"arm": _label(part, arm), **row})
     if not rows:
         raise NotRecorded("; ".join(dict.fromkeys(problems)) or "the model knows none of the measured arms")
     return pd.DataFrame(rows)
