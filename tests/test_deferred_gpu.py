@@ -53,9 +53,10 @@ class RealEngine:
         self.options = options or {}
         self.cache = loaded.cache
         self.head, self.draft_cache = loaded.draft(where, bits)
-        for cache in (self.cache, self.draft_cache):
-            for tensor in cache.get_all_tensors():
-                tensor.zero_()
+        with torch.inference_mode():  # the caches were made in it
+            for cache in (self.cache, self.draft_cache):
+                for tensor in cache.get_all_tensors():
+                    tensor.zero_()
         self.trace, self.outputs, self.errors = [], {}, []
         self.generator = self.new_generator()
 

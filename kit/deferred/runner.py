@@ -162,16 +162,18 @@ def _warm_up(
     """Load every MTP head that an arm needs and compile the kernels; nothing of this is recorded."""
     began = time.monotonic()
     ids = make_prompt(encode, texts, plan.warm_up_tokens, f"{plan.seed}/warm-up")
+    longest = make_prompt(encode, texts, max(plan.lengths), f"{plan.seed}/warm-up")
     seen = set()
-    for arm in plan.arms:
+    for number, arm in enumerate(plan.arms):
         settings = ArmSettings.of(arm)
         kind = (settings.drafting, settings.mtp_gpu, settings.draft_bits, settings.coalesce)
         if kind not in seen:
             seen.add(kind)
             run_request(loaded, settings, plan.layout, ids, min(32, plan.output_tokens))
-    # Attention picks other kernels for long prompts, and the clocks should be up before the first cell.
-    longest = make_prompt(encode, texts, max(plan.lengths), f"{plan.seed}/warm-up")
-    run_request(loaded, ArmSettings.of(plan.arms[0]), plan.layout, longest, 1)
+        # Attention picks other kernels for long prompts, and the clocks should be up before the first cell. Coalesced
+        # passes have shapes, and pinned rows allocations, that only a prompt of the full length brings about.
+        if number == 0 or settings.coalesce or settings.where == "pinned":
+            run_request(loaded, settings, plan.layout, longest, 1)
     say(f"warm-up: {time.monotonic() - began:.1f} s")
 
 

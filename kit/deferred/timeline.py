@@ -16,6 +16,8 @@ from kit.records.schema import Arm
 from .request import Loaded, arm_installed, cache_tokens, new_generator
 
 TIMELINE_CHUNKS = 3
+WAIT_US = 200.0
+"""A runtime call longer than this held the host up: launching takes a few µs, a blocking copy as long as the stream."""
 
 
 def write_timeline(
@@ -105,7 +107,8 @@ def gpu_spans(events: Sequence[dict[str, Any]], gap_us: float = 30.0) -> dict[st
 
     Returns:
         ``gpus``: for each device ``spans`` [[begin, end, label], …] in µs and its ``busy`` share of the time;
-        ``host``: the annotations' own spans.
+        ``host``: the annotations' own spans; ``host_waits``: runtime calls of more than ``WAIT_US``, which are those
+        that waited for a GPU, as [begin, end, call].
     """
     passes = sorted(
         (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix("pass:"))
@@ -119,7 +122,7 @@ def gpu_spans(events: Sequence[dict[str, Any]], gap_us: float = 30.0) -> dict[st
     }
     work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e.get("ph") == "X"]
     if not work and not passes:
-        return {"gpus": [], "host": []}
+        return {"gpus": [], "host": [], "host_waits": []}
     origin = min([e["ts"] for e in work] or [passes[0][0]])
     begins = [begin for begin, _, _ in passes]
 
@@ -139,6 +142,11 @@ def gpu_spans(events: Sequence[dict[str, Any]], gap_us: float = 30.0) -> dict[st
             spans[-1][1] = max(spans[-1][1], end)
         else:
             spans.append([begin, end, label])
+    waits = sorted(
+        [round(e["ts"] - origin, 1), round(e["ts"] - origin + e["dur"], 1), e["name"]]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and e.get("dur", 0) > WAIT_US
+    )
     total = max((spans[-1][1] for spans in by_gpu.values()), default=0.0)
     host: list[list[Any]] = []
     for begin, end, label in passes:
@@ -156,4 +164,5 @@ def gpu_spans(events: Sequence[dict[str, Any]], gap_us: float = 30.0) -> dict[st
             for gpu, spans in sorted(by_gpu.items())
         ],
         "host": [[round(b, 1), round(e, 1), label] for b, e, label in host],
+        "host_waits": waits,
     }
