@@ -185,6 +185,8 @@ def test_the_notebook_draws_everything_for_whatever_layouts_there_are(runs, tmp_
             assert expected in page, expected
     for heading in ("Is it exact?", "What the queue did", "Work or waiting?", "Three chunks, GPU by GPU", "A model of"):
         assert f"<h2>{heading}" in page
+    if len(kept) > 1:  # of which layout a finding is, a reader of the summary must see
+        assert "2 GPUs, layers 16 + 16: stock MTP has" in page and "One GPU: no defer depth differs" in page
     assert len(set(_ids(page))) == len(_ids(page))
 
 
@@ -254,7 +256,9 @@ def test_recorded_experiments_of_related_cards_are_labelled_sections(page_of, ru
         assert text in page
     assert page.index("draft_width reads tiny-mtp") < page.index("prefill reads standin-27b")
     title = load_card("standin-27b").title
-    assert f"MODEL=standin-27b: {title}. Not measured for this page: recorded 2026-01-02 on 2 × NVIDIA Test" in page
+    assert (
+        f"From MODEL=standin-27b ({title}), not measured for this page: recorded 2026-01-02 on 2 × NVIDIA Test" in page
+    )
     assert page.count("recorded 2026-01-02 on 1 × NVIDIA Test") >= 1
     names = {path.name for path in (tmp_path / "out").glob("*.ipynb")}
     assert names == {

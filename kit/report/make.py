@@ -106,4 +106,4 @@ def _note(card: ModelCard, runs: Sequence[Run]) -> str:
     """Whose records, made when and where."""
     where = ("measured here" if plan.LOCAL in run.folder.parents else "recorded" for run in runs)
     made = dict.fromkeys(f"{how} {when_and_where(run.record)}" for how, run in zip(where, runs, strict=True))
-    return f"MODEL={card.name}: {card.title}. Not measured for this page: {'; '.join(made)}."
+    return f"From MODEL={card.name} ({card.title}), not measured for this page: {'; '.join(made)}."

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -154,10 +154,13 @@ def find(
         return None
 
 
-def show(figure: Callable[..., Figure], *args: Any, **kwargs: Any) -> None:
-    """Draw and display a figure; where the quantity was not recorded, a line says so instead."""
+def show(figure: Callable[..., Figure], *args: Any, under: str = "", **kwargs: Any) -> None:
+    """Draw and display a figure; where the quantity was not recorded, a line says so instead.
+
+    ``under``: of which records the finding is, where a page has the same figure of several.
+    """
     try:
-        made = figure(*args, **kwargs)
+        made = _under(under, figure(*args, **kwargs))
     except NotRecorded as error:
         _display(f'<p class="missing">Not drawn: {escape(str(error))}.</p>')
         return
@@ -187,7 +190,7 @@ def sections(title: str, text: str, makes: Mapping[str, Callable[[], Figure | pd
     _display(f"<h2>{escape(title)}</h2><p>{escape(text)}</p>")
     for name, item in made.items():
         if isinstance(item, Figure):
-            _display(*item._repr_html_())
+            _display(*_under(name, item)._repr_html_())
         elif isinstance(item, pd.DataFrame):
             table_of = table_html(item, name or None)
             if len(item) > LONG_TABLE:
@@ -195,6 +198,14 @@ def sections(title: str, text: str, makes: Mapping[str, Callable[[], Figure | pd
             _display(table_of)
         else:
             notes(item, name)
+
+
+def _under(name: str, figure: Figure) -> Figure:
+    if not name:
+        return figure
+    said = figure.headline
+    said = said if said[:2].isupper() else said[:1].lower() + said[1:]  # TTFT stays as it is
+    return replace(figure, headline=f"{name[:1].upper()}{name[1:]}: {said}")
 
 
 def answer(sweep: Sweep, metric: str = "output_tps") -> None:

@@ -158,15 +158,15 @@ class Part:
         return [line for line in lines if line["cell"] in good]
 
     def depth_context(self, with_published: bool) -> dict[str, Any]:
-        """The same for the figure of depths, with the note's source where its points are drawn."""
-        shown = self.context("prefill-depth")
+        """For ``nb.show``: the same for the figure of depths, with the note's source where its points are drawn."""
+        shown = {**self.context("prefill-depth"), "under": self.title}
         if with_published:
             shown["sources"] = [*shown["sources"], published.load("exllamav3-note").source("note")]
         return shown
 
     def look(self, name: str) -> dict[str, Any]:
-        """Name and labels of a figure drawn from the part's sweep, which has the sources."""
-        return {"name": f"{name}-{self.suffix}", "flags": self.labels}
+        """For ``nb.show``: name, labels and layout of a figure drawn from the part's sweep, which has the sources."""
+        return {"name": f"{name}-{self.suffix}", "flags": self.labels, "under": self.title}
 
     def context(self, name: str) -> dict[str, Any]:
         """Name, sources and labels of a figure of this part."""
