@@ -63,11 +63,13 @@ class ScriptedServer:
         metrics: str | None = None,
         status: Callable[[int], int] = lambda n: 200,
         drops: bool = False,
+        page_s: float = 0.0,
     ):
         self.script = script
         self.metrics = metrics
         self.status = status
         self.drops = drops
+        self.page_s = page_s
         self.error_body = '{"error": {"message": "no room"}}'
         self.bodies: list[dict] = []
         self.headers: list[dict] = []
@@ -109,6 +111,7 @@ class ScriptedServer:
         return web.Response(text=self.metrics.replace("COUNT", str(10 * len(self.metrics_headers))))
 
     async def models(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.page_s)
         return web.json_response({"data": [{"id": "scripted"}]})
 
 

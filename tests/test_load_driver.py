@@ -103,6 +103,19 @@ async def test_clients_start_spread_over_burn_in(tmp_path):
     assert all(sent >= start + client * 200_000_000 for client, sent in first.items())
 
 
+async def test_a_server_whose_pages_are_slow_delays_no_request(tmp_path):
+    """The page that opens the connections took a second (SGLang's /health does): the window began within the ramp."""
+    async with serving(steady(tokens=2), page_s=0.6) as server:
+        result = await drive(
+            spec(server.url, load={"kind": "closed", "value": 3}, burn_in_s=0.3, warm_up_s=0.1), tmp_path
+        )
+    start = result.window_ns[0] - 400_000_000
+    first = {}
+    for r in load_requests(tmp_path):
+        first.setdefault(r.client, (r.sent_ns - start) / 1e9)
+    assert all(sent < client * 0.1 + 0.3 for client, sent in first.items()), first
+
+
 async def test_prompts_are_unique_between_cells_and_the_same_between_arms(tmp_path):
     """Fault 10: the second arm finds the first one's prompts in the prefix cache."""
 

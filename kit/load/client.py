@@ -387,7 +387,8 @@ class Client:
         self.warmed += connections
 
     def _warm_path(self) -> str:
-        return "/v1/models" if self.spec.dialect == "openai" else "/health"
+        # Of SGLang's pages not /health: it looks after the scheduler first and answers after a second.
+        return "/health" if self.spec.dialect == "llamacpp" else "/v1/models"
 
     async def get(self, url: str) -> tuple[int, str]:
         """(status, text) of a page. The key goes to the spec's own server only, and no redirect is followed."""

@@ -179,15 +179,18 @@ class Cell:
         for job in self._client_jobs(number, total):
             if idle_since is not None and self.spec.think_time_s:
                 await asyncio.sleep(self.spec.think_time_s)
-            paused = idle_since is None or perf_counter_ns() - idle_since > RE_WARM_S * 1e9
-            if paused or self.client.closes_streams:
-                with suppress(KitError):
-                    await self.client.warm()
+            paused = idle_since is not None and perf_counter_ns() - idle_since > RE_WARM_S * 1e9
+            if paused or (self.client.closes_streams and idle_since is not None):
+                await self._warm()
             stream = await self._send(job)
             idle_since = perf_counter_ns()
             failures = 0 if stream.status == "ok" else failures + 1
             if failures:
                 await asyncio.sleep(min(BACK_OFF_S[0] * 2 ** (failures - 1), BACK_OFF_S[1]))
+
+    async def _warm(self) -> None:
+        with suppress(KitError):
+            await self.client.warm()
 
     def _client_jobs(self, number: int, total: int) -> Iterator[Job]:
         """A client's requests without end: its share of the shuffled sessions, over and over, all unique."""
@@ -207,8 +210,6 @@ class Cell:
             window_start_s=spec.burn_in_s + spec.warm_up_s,
             trace_s=self.workload.timestamps,
         )
-        with suppress(KitError):
-            await self.client.warm(WARM_OPEN)
         jobs = self._open_jobs()
         taken = -1
         async with asyncio.TaskGroup() as group:
@@ -393,6 +394,9 @@ async def drive(spec: LoadSpec, index: int, of: int, begin: Begin, stop: asyncio
     async with connect(spec) as client:
         await client.warm()
         workload = await with_lengths(workload, client)
+        # All connections the load begins with, before the start is agreed: a slow answer must not eat the burn-in.
+        closed = spec.load.kind == "closed"
+        await client.warm(len(range(index, int(spec.load.value), of)) if closed else WARM_OPEN)
         gc.collect()
         gc.freeze()  # what is loaded by now need not be walked again while stamps are taken
         timing = Timing.plan(spec, await begin())
