@@ -466,10 +466,19 @@ def sessions(files: Iterable[SourceFile], per_function: int, seed: int = 0) -> I
                 yield session
 
 
-def held_out_sessions(count: int, sources: Sequence[str] = SOURCES, seed: int = 1) -> list[Session]:
+USUAL_CHARS = (3200, 1 << 20)
+"""Characters in all of a session for evaluation and for GPU load: about 850 tokens and more."""
+
+SHORT_CHARS = (900, 1700)
+"""The same for a load that a CPU can serve: about 250 to 480 tokens."""
+
+
+def held_out_sessions(
+    count: int, sources: Sequence[str] = SOURCES, seed: int = 1, chars: tuple[int, int] = USUAL_CHARS
+) -> list[Session]:
     """`count` sessions of held-out files, spread over the sources: a load workload and the evaluation set.
 
-    Only sessions of some size: three requests or more, and at least 3,200 characters (about 850 tokens) in all.
+    Only sessions of three requests or more, with `chars` characters in all (smallest, largest).
     """
     files = [p for n, t in source_files(sources) if is_held_out(n) and (p := parse(n, t)) is not None]
     rng = random.Random(seed)
@@ -477,7 +486,7 @@ def held_out_sessions(count: int, sources: Sequence[str] = SOURCES, seed: int = 
     while len(out) < count:
         file = rng.choice(files)
         session = write_session(file, rng.randrange(len(file.functions)), seed)
-        if session is None or sum(len(m.content) for m in session.messages) < 3200:
+        if session is None or not chars[0] <= sum(len(m.content) for m in session.messages) <= chars[1]:
             continue
         if len(list(session.turns())) >= 3:
             out.append(session)
