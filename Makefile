@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-MODEL   ?= tiny-mtp
+MODEL   ?= $(if $(BASE_URL),attached,tiny-mtp)
 PROFILE ?= quick
 MEASURE ?= auto
 WEIGHTS ?=
@@ -15,6 +15,9 @@ PYTHON  ?= python3
 VENV    ?= .venv
 KIT     := $(VENV)/bin/kit
 PIP     := $(VENV)/bin/python -m pip --disable-pip-version-check
+
+# The tests run ExLlamaV3's own scheduler on the CPU: the package as it is, without what only a GPU needs.
+EXL3_FOR_TESTS := exllamav3==1.6.5 triton
 
 OPTIONS = --profile '$(PROFILE)' --measure '$(MEASURE)' --weights '$(WEIGHTS)' --base-url '$(BASE_URL)'
 
@@ -63,4 +66,5 @@ $(VENV)/.installed-lab: $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install -q -c requirements.lock -e '.[lab,dev]'
+	$(PIP) install -q --no-deps -c requirements.lock $(EXL3_FOR_TESTS)
 	touch $@
