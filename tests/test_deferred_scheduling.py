@@ -6,6 +6,7 @@ turn and shows that a scenario notices.
 """
 
 import asyncio
+from types import SimpleNamespace
 
 import deferred_engine
 import pytest
@@ -132,6 +133,63 @@ def test_pinned_buffers_are_few_and_carry_any_shape():
             kept.append((rows, ring.upload(rows, torch.device("cpu"))))
     assert all(torch.equal(rows, copy) and rows.dtype == copy.dtype for rows, copy in kept)
     assert ring.nbytes <= 2 * 512 * 8 * 4
+
+
+def _embedding(dtype=torch.half, **options):
+    """ExLlamaV3's own embedding module over a small table on the CPU."""
+    from exllamav3.modules.embedding import Embedding
+
+    module = Embedding(None, "embed", 50, 8, **options)
+    weight = torch.randn(50, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    module.device = torch.device("cpu")
+    module.embedding = torch.nn.Embedding(50, 8, _weight=weight, _freeze=True)
+    return module
+
+
+@pytest.mark.usefixtures("real_engine")
+@pytest.mark.parametrize(
+    ("stored", "asked", "gathered"),
+    [
+        (torch.half, None, True),
+        (torch.half, torch.half, True),
+        (torch.bfloat16, None, True),
+        (torch.bfloat16, torch.half, False),  # rounds: left to the engine
+        (torch.float, torch.half, False),
+    ],
+)
+def test_rows_gathered_in_the_tables_type_are_the_modules_own_bits(monkeypatch, stored, asked, gathered):
+    from kit.deferred import uploads
+
+    module, ids = _embedding(stored), torch.randint(0, 50, (1, 300))
+    own = module.forward(ids, {}, out_dtype=asked)
+    calls = []
+    original = uploads.PinnedRing.gather
+    monkeypatch.setattr(uploads.PinnedRing, "gather", lambda *a: calls.append(1) or original(*a))
+    unblocker = uploads.Unblocker(torch.device("cpu"), torch.device("cpu"))
+    params = {}
+    with unblocker.target_pass(params):
+        sent = [unblocker.embed(module.forward, ids, params, out_dtype=asked) for _ in range(uploads.RING + 2)]
+    assert all(torch.equal(rows, own) and rows.dtype == own.dtype and rows.shape == own.shape for rows in sent)
+    assert bool(calls) is gathered and params["input_ids"] is ids
+    assert unblocker.uploads == len(sent)
+
+
+@pytest.mark.usefixtures("real_engine")
+@pytest.mark.parametrize("case", ["scaled", "normalised", "rows given", "images"])
+def test_what_is_more_than_gathering_is_left_to_the_engine(case):
+    from kit.deferred.uploads import Unblocker, plain_table
+
+    module = _embedding(multiplier=2.0 if case == "scaled" else 1.0, normalize=case == "normalised")
+    ids = torch.tensor([[1, 2, 3]])
+    params = {
+        "rows given": {"draft_embedding": torch.ones(1, 3, 8)},
+        "images": {"indexed_embeddings": [SimpleNamespace(first_index=90, mm_length=3)]},
+    }.get(case, {})
+    assert plain_table(module, ids, params, None) is None
+    own = module.forward(ids, dict(params))
+    unblocker = Unblocker(torch.device("cpu"), None)
+    with unblocker.target_pass(params):
+        assert torch.equal(unblocker.embed(module.forward, ids, params), own)
 
 
 def test_coalescing_changes_the_passes_and_not_the_output(engine):  # noqa: F811
