@@ -25,7 +25,7 @@ from kit.figures.waterfall import Ladder, Rung, waterfall
 
 
 def depth_points() -> list[DepthPoint]:
-    return [DepthPoint(n, [3072 / (4 + 2 / n)]) for n in (1, 2, 4, 8)]
+    return [DepthPoint(n, [3072 / (4 + 2 / n)] * 3) for n in (1, 2, 4, 8)]
 
 
 def every_figure() -> dict[str, Figure]:
@@ -170,6 +170,25 @@ def test_depth_figure_labels_the_model_and_counts_the_recovery(figures: dict[str
     figure = figures["depth"]
     assert "model" in figure.caption and "not a measurement" in figure.caption
     assert "+41.2" in figure.headline and "82" in figure.headline  # stock 512, depth 8 722.8, no MTP 768
+
+
+def test_with_too_few_repeats_no_depth_is_called_best() -> None:
+    few = [DepthPoint(p.depth, p.input_tps[:1]) for p in depth_points()]
+    headline = prefill_depth([DepthSeries("long", 1000, few, [768])]).headline
+    assert "n = 1, too few repeats to tell depths apart" in headline and "+41" not in headline
+    with pytest.raises(NotRecorded):  # stock alone is no depth
+        prefill_depth([DepthSeries("long", 1000, few[:1], [768])])
+
+
+def test_memory_below_the_prediction_is_told_as_that() -> None:
+    rows = [MemoryRow("stock", [1e9]), MemoryRow("d8", [1e9 + 210 * MIB], 240 * MIB)]
+    assert "never costs more memory than predicted; at most 30 MiB less" in memory_bill(rows, "stock").headline
+
+
+def test_waterfall_without_repeats_names_no_largest_cost() -> None:
+    rungs = [Rung("A", {0: 100}), Rung("B", {0: 80}, "x"), Rung("C", {0: 160}, "y")]
+    said = waterfall([Ladder(8, rungs)]).headline
+    assert "largest" not in said and "x −20" in said and "n = 1, so the noise is unknown" in said
 
 
 def test_memory_tells_when_the_prediction_fails() -> None:

@@ -1,4 +1,4 @@
-"""Recorded runs (`data/runs`): every number can be had again from the raw lines beside it."""
+"""Recorded runs (`data/runs`): every number can be had again from the raw lines, and what is said of them is so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from kit.cards import ROOT
 from kit.load.window import measure
 from kit.records import metrics
 from kit.records.schema import CellRecord, ServerSample
-from kit.records.store import Run
+from kit.records.store import Run, find_runs
+from kit.report import notebook as nb
+from kit.report import prefill, widths
+from kit.report.notebook import Evidence
 
 RUNS = sorted(path.parent for path in (ROOT / "data" / "runs").glob("*/*/run.json"))
 
@@ -78,3 +81,75 @@ def test_details_name_recorded_cells_only(run: Run) -> None:
     if path.is_file():
         named = {json.loads(line)["cell"] for line in path.read_text().splitlines()}
         assert named == {cell.cell.id for cell in run.cells()}
+
+
+# --------------------------------------------------------------------------------------------- what is said of the runs
+
+
+@pytest.fixture(scope="module")
+def parts() -> list[prefill.Part]:
+    """The layouts of the recorded prefill runs of the stand-in."""
+    return prefill.parts(Evidence("prefill", find_runs([ROOT / "data" / "runs"], "standin-27b", "prefill")))
+
+
+@pytest.fixture(scope="module")
+def widths_evidence() -> Evidence:
+    """The recorded ablation."""
+    return Evidence("draft_width", find_runs([ROOT / "data" / "runs"], "standin-27b", "draft_width"))
+
+
+def test_runs_of_other_requests_share_no_chart_and_three_repeats_come_first(parts: list[prefill.Part]) -> None:
+    assert [(p.gpus, p.run.folder.name[:16], p.n(p.lengths[-1])) for p in parts] == [
+        (2, "20261129T161202Z", (3, 3)),
+        (2, "20261129T155915Z", (1, 2)),
+        (1, "20261129T160500Z", (1, 3)),
+    ]
+    assert len({p.title for p in parts}) == len({p.suffix for p in parts}) == 3
+
+
+def test_a_remedy_is_praised_only_where_three_repeats_bear_it(parts: list[prefill.Part]) -> None:
+    three, few, one = ([text for text in prefill.answers(p) if "stock MTP reads" in text] for p in parts)
+    assert "unblocked inputs, head on the last GPU 1.35× (1.12 to 1.63)" in three[0]
+    for text in few + one:
+        assert "no remedy can be told from another" in text and "against stock" not in text
+
+
+def test_no_mtp_gains_from_unblocked_inputs_too_and_that_is_said(parts: list[prefill.Part]) -> None:
+    (text,) = [t for t in prefill.answers(parts[0]) if "also change no MTP" in t]
+    assert "1.27× (1.18 to 1.36)" in text and "this is what MTP still costs" in text
+
+
+def test_cells_with_one_time_costs_are_named(parts: list[prefill.Part]) -> None:
+    apart = [[t for t in prefill.answers(p) if "stands apart" in t] for p in parts]
+    assert [len(found) for found in apart] == [0, 1, 1]
+    assert "3,749" in apart[1][0] and "rows in pinned memory" in apart[1][0]
+    assert "5,145" in apart[2][0] and "coalesced" in apart[2][0]
+
+
+def test_the_timeline_says_that_the_host_sets_the_pace(parts: list[prefill.Part]) -> None:
+    (t,) = prefill.host_times(parts[0])
+    assert t.launching + t.between > max(t.gpus.values())
+    assert t.total == pytest.approx(3072 / parts[0].mean("input_tps", "no-mtp", 61440) * 1000, rel=0.05)
+    assert any("the host sets the pace" in text for text in prefill.answers(parts[0]))
+
+
+def test_the_model_gives_no_advice_where_its_premise_fails(parts: list[prefill.Part]) -> None:
+    assert "that does not hold here" in prefill.advice(parts[1])[0]
+
+
+def test_the_causes_are_told_as_far_as_the_cells_go(widths_evidence: Evidence) -> None:
+    drafting, fixed, capacity, missing = widths.causes(widths_evidence)
+    assert "no crossover was reached" in drafting and "0.90 to 0.97" in drafting
+    assert "−11.7" in fixed and "−18.5" in fixed and "no interval" in fixed
+    assert capacity.startswith("Capacity cannot be tested at these loads")
+    assert "64" in missing and "no valid cell" in missing
+    assert "b0s" in widths.ladder_caption(widths_evidence)
+    assert 64 not in widths_evidence.sweep().loads
+
+
+def test_the_switching_proof_tells_what_changed_too() -> None:
+    evidence = nb.find("standin-27b", "switching")
+    assert evidence is not None
+    lost, changed = widths.switching_notes(evidence)
+    assert "changed 11 times under 8 long requests; 8 of them came back complete" in lost
+    assert "5 of 8 outputs are those of plain decoding" in changed and "8 of 8" in changed

@@ -198,12 +198,20 @@ def _headline(
 ) -> str:
     what, where = METRICS[metric].title, f"{load:,.0f} tokens" if sweep.load_kind == "prefill" else sweep.at(load)
     known = [arm for arm in candidates if sweep.estimate(metric, arm, load)]
+    ratios = [e.ratio for arm in sweep.others() if (e := sweep.effect(metric, arm, load))]
+    if relative and ratios and all(abs(r.mean - 1) < 1e-9 for r in ratios):
+        return f"Every arm has exactly the {what} of {sweep.label(sweep.baseline or '')} on the same prompts ({where})"
     if stock is None or sweep.estimate(metric, stock, load) is None or not known:
         return f"{what[:1].upper()}{what[1:]} by arm, {where}"
     effects = {arm: e for arm in known if (e := sweep.effect(metric, arm, load, baseline=stock)) is not None}
     if not effects:
         return f"{what[:1].upper()}{what[1:]} by arm, {where}"
-    best = max(effects, key=lambda arm: effects[arm].ratio.mean)
+    counts = [e.ratio.n for e in effects.values()]
+    if len(effects) > 1 and all(e.verdict == "unknown" for e in effects.values()):
+        n = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        return f"{what[:1].upper()}{what[1:]} by arm, {where}: n = {n}, too few repeats to call one best"
+    sure = {arm: e for arm, e in effects.items() if e.verdict != "unknown"} or effects
+    best = max(sure, key=lambda arm: sure[arm].ratio.mean)
     if all(e.verdict == "noise" for e in effects.values()):
         return f"No arm's {what} differs from {sweep.label(stock)} by more than the noise ({where})"
     if effects[best].verdict == "noise":

@@ -13,6 +13,7 @@ from kit.figures.figure import Figure, NotRecorded, listed, number, percent
 from kit.figures.style import FONT_PT, MUTED, panels, styled, to_svg
 from kit.figures.sweep import Effect, Sweep
 from kit.records.metrics import METRICS
+from kit.records.stats import MIN_REPEATS_FOR_INTERVAL
 
 
 def core_result(
@@ -112,7 +113,13 @@ def _headline(sweep: Sweep, metric: str, loads: Sequence[float]) -> str:
         if not effects:
             continue
         best = max(effects, key=lambda e: e.ratio.mean)
-        if all(e.verdict == "noise" for e in effects):
+        if len(effects) > 1 and all(e.verdict == "unknown" for e in effects):
+            low = min(effects, key=lambda e: e.ratio.mean)
+            parts.append(
+                f"drafting changes throughput by {percent(low.ratio.mean)} to {percent(best.ratio.mean)} at "
+                f"{sweep.at(load)}"
+            )
+        elif all(e.verdict == "noise" for e in effects):
             parts.append(f"at {sweep.at(load)} no width differs by more than the noise")
         elif best.ratio.mean >= 1:
             parts.append(
@@ -128,6 +135,7 @@ def _headline(sweep: Sweep, metric: str, loads: Sequence[float]) -> str:
                 else f"drafting costs {percent(best.ratio.mean).lstrip('−')} at {sweep.at(load)}"
             )
     text = "; ".join(parts) if parts else "Throughput by draft width"
-    if parts and sweep.count(metric)[1] < 3:
-        text += f" (n = {sweep.count(metric)[1]}: the noise is unknown)"
+    counts = [e.ratio.n for load in loads for arm in sweep.others() if (e := sweep.effect(metric, arm, load))]
+    if parts and counts and min(counts) < MIN_REPEATS_FOR_INTERVAL:
+        text += f" (n = {min(counts)}: the noise is unknown)"
     return text[:1].upper() + text[1:]

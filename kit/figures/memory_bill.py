@@ -59,7 +59,7 @@ def memory_bill(
                 axes.plot([predicted, predicted], [y - 0.38, y + 0.38], color=RED, lw=2.4, zorder=4)
             edge = max([v for v in (e.mean / MIB if e else None, predicted) if v is not None] or [0.0])
             top = max(top, edge)
-            parts = [number(e.mean / MIB)] if e is not None else []
+            parts = [number(round(e.mean / MIB, 1))] if e is not None else []
             if predicted is not None:
                 parts.append(f"predicted {number(predicted)}")
             axes.annotate(" · ".join(parts) or "–", (max(edge, 0), y), xytext=(6, 0), textcoords="offset points",
@@ -75,7 +75,7 @@ def memory_bill(
         [
             {
                 "arm": r.label,
-                "measured over reference (MiB)": measured[r.label].mean / MIB if measured[r.label] else None,
+                "measured over reference (MiB)": round(m.mean / MIB, 1) + 0.0 if (m := measured[r.label]) else None,
                 "predicted queue (MiB)": None if r.predicted_bytes is None else r.predicted_bytes / MIB,
                 "n": len(r.peak_bytes),
             }
@@ -99,7 +99,9 @@ def memory_bill(
         ),
         table=table,
         sources=sources,
-        n=f"n = {min(counts)}" if counts and min(counts) == max(counts) else "",
+        n=(f"n = {min(counts)}" if min(counts) == max(counts) else f"n = {min(counts)} to {max(counts)} per arm")
+        if counts
+        else "",
         flags=flags,
     )
 
@@ -112,6 +114,9 @@ def _headline(rows: Sequence[MemoryRow], measured: dict[str, Estimate | None]) -
         return (
             f"The queue should hold at most {number((top.predicted_bytes or 0) / MIB)} MiB ({top.label}); not measured"
         )
+    gaps = [(e.mean - (r.predicted_bytes or 0)) / MIB for r, e in both]
+    if max(gaps) <= 0 and min(-g / (r.predicted_bytes or 1) * MIB for g, (r, _) in zip(gaps, both, strict=True)) > 0:
+        return f"The queue never costs more memory than predicted; at most {number(-min(gaps))} MiB less"
     worst, e = max(both, key=lambda pair: abs(pair[1].mean - (pair[0].predicted_bytes or 0)))
     gap = (e.mean - (worst.predicted_bytes or 0)) / MIB
     if abs(gap) <= 0.1 * (worst.predicted_bytes or 1) / MIB:

@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from kit.deferred.model import Line, fit_line
 from kit.figures.figure import Figure, NotRecorded, Source, listed, number, percent
 from kit.figures.style import BLUE, FONT_PT, GREEN, MUTED, ORANGE, PURPLE, RED, Look, end_labels, panels, styled, to_svg
-from kit.records.stats import Estimate, estimate
+from kit.records.stats import MIN_REPEATS_FOR_INTERVAL, Estimate, estimate
 
 _LOOKS = [Look(BLUE, "s"), Look(ORANGE, "^"), Look(GREEN, "D"), Look(PURPLE, "v"), Look(RED, "P")]
 
@@ -72,11 +72,11 @@ def prefill_depth(
 ) -> Figure:
     """A panel for the measured series and one for the published ones; lines are contexts.
 
-    Raises NotRecorded without any point.
+    Raises NotRecorded without any point, or without any depth but stock.
     """
     groups = [[s for s in series if not s.published and s.points], [s for s in series if s.published and s.points]]
     groups = [g for g in groups if g]
-    if not groups:
+    if not groups or not any(p.depth != 1 for g in groups for s in g for p in s.points):
         raise NotRecorded("input throughput by defer depth was not recorded")
     with styled():
         heights = [3.2] * len(groups)
@@ -196,6 +196,10 @@ def _headline(group: Sequence[DepthSeries]) -> str:
     deferred = [(p, e) for p in s.points if p.depth != 1 and (e := estimate(list(p.input_tps)))]
     if stock is None or not deferred:
         return f"Input throughput by defer depth, {s.label}"
+    counts = [stock.n, *(e.n for _, e in deferred)]
+    if min(counts) < MIN_REPEATS_FOR_INTERVAL and not s.published and len(deferred) > 1:
+        n = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        return f"Input throughput by defer depth, {s.label}: n = {n}, too few repeats to tell depths apart"
     best, e = max(deferred, key=lambda pair: pair[1].mean)
     depth = "deferring the whole prompt" if best.depth is None else f"depth {best.depth}"
     overlap = None not in (stock.low, stock.high, e.low, e.high) and e.low <= stock.high and stock.low <= e.high

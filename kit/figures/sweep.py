@@ -326,9 +326,13 @@ def finding(sweep: Sweep, metric: str, quantity: str | None = None) -> str:
         low, high = min(e.load for e in effects), max(e.load for e in effects)
         parts = []
         for load in dict.fromkeys((low, high)):
-            best = max((e for e in effects if e.load == load), key=lambda e: abs(math.log(e.ratio.mean)))
-            parts.append(f"{times(best.ratio.mean)} at {sweep.at(load)} ({sweep.label(best.arm)})")
-        n = max(e.ratio.n for e in effects)
+            there = sorted((e for e in effects if e.load == load), key=lambda e: e.ratio.mean)
+            least, most = there[0], there[-1]
+            if least is most:
+                parts.append(f"{times(most.ratio.mean)} at {sweep.at(load)} ({sweep.label(most.arm)})")
+            else:  # no arm is singled out by numbers whose noise is unknown
+                parts.append(f"{times(least.ratio.mean)} to {times(most.ratio.mean)} at {sweep.at(load)}")
+        n = min(e.ratio.n for e in effects)
         return f"{sentence_case(quantity)} against {base}: {' and '.join(parts)}; n = {n}, so the noise is unknown"
     above = [e for e in effects if e.verdict == "above"]
     below = [e for e in effects if e.verdict == "below"]

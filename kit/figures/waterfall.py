@@ -130,7 +130,9 @@ def waterfall(
         + listed([f"at {letter} = {load:g} {title} {percent(c.mean)}" for load, title, c in largest if c]),
         table=pd.DataFrame(table),
         sources=sources,
-        n=f"n = {min(counts)}" if counts and min(counts) == max(counts) else "",
+        n=(f"n = {min(counts)}" if min(counts) == max(counts) else f"n = {min(counts)} to {max(counts)} per step")
+        if counts
+        else "",
         flags=flags,
     )
 
@@ -160,11 +162,14 @@ def _headline(ladders: Sequence[Ladder], letter: str) -> str:
     sure = [(title, c) for title, c in steps if c.low is not None and not _quiet(c)]
     if not sure and all(c.low is not None for _, c in steps):
         return f"No single step between baseline and MTP is larger than the noise {where}"
-    title, change = min(sure or steps, key=lambda pair: pair[1].mean)
+    if not sure:
+        told = listed([f"{title} {percent(c.mean)}" for title, c in steps])
+        n = min(c.n for _, c in steps)
+        return f"From baseline to drafting {where}: {told} (n = {n}, so the noise is unknown)"
+    title, change = min(sure, key=lambda pair: pair[1].mean)
     if change.mean >= 1:
-        return f"No step costs throughput {where}; the largest gain is {max(sure or steps, key=lambda p: p[1].mean)[0]}"
-    tail = "" if sure else f" (n = {change.n}, so the noise is unknown)"
-    return f"{title[:1].upper()}{title[1:]} is the largest cost {where}: {percent(change.mean)}{tail}"
+        return f"No step costs throughput {where}; the largest gain is {max(sure, key=lambda p: p[1].mean)[0]}"
+    return f"{title[:1].upper()}{title[1:]} is the largest cost {where}: {percent(change.mean)}"
 
 
 def ladders(sweep: Sweep, steps: Sequence[tuple[str, str | None]], metric: str = "output_tps") -> list[Ladder]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -59,7 +60,6 @@ def method(
     twins = sorted(label for arm, label in every.items() if arm.endswith(AGAIN))
     kinds = list(dict.fromkeys(c.cell.load.kind for c in cells))
     loads = sorted({c.cell.load.value for c in cells})
-    repeats = sorted({c.cell.repeat for c in cells})
     rows = [
         ("Model", "; ".join(dict.fromkeys(r.title + (" (stand-in model)" if r.stand_in else "") for r in runs))),
         ("Machine", "; ".join(dict.fromkeys(_machine(r) for r in runs))),
@@ -73,7 +73,7 @@ def method(
             "Metrics",
             "; ".join(f"{METRICS[m].title}: {METRICS[m].formula}" for m in metrics) + f" (version {METRICS_VERSION})",
         ),
-        ("Repeats", f"{len(repeats)} per point; arms interleaved within each repeat, order shuffled by seed"),
+        ("Repeats", f"{_per_point(cells)}; arms interleaved within each repeat, order shuffled by seed"),
         ("Requests", _requests(cells)),
     ]
     if same is not None:
@@ -167,3 +167,10 @@ def _identical_text(same: Sequence[tuple[str, int, int]], labels: Mapping[str, s
         return "no prompt was answered in two arms, so outputs could not be compared"
     parts = [f"{labels.get(arm, arm)}: {equal} of {compared}" for arm, equal, compared in same if compared]
     return "identical to the baseline's for the same prompt: " + "; ".join(parts)
+
+
+def _per_point(cells: Sequence[CellRecord]) -> str:
+    """Good cells per arm and load: a run that was cut short does not have as many of each."""
+    counts = Counter((c.cell.experiment, c.cell.arm, c.cell.load.value) for c in cells if c.status == "ok")
+    low, high = min(counts.values(), default=0), max(counts.values(), default=0)
+    return f"{low} per point" if low == high else f"{low} to {high} per point"

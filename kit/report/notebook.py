@@ -23,9 +23,10 @@ from kit.cards import ROOT, load_card
 from kit.errors import KitError
 from kit.figures.figure import Figure, NotRecorded, Source, listed, table_html, times
 from kit.figures.sweep import Sweep, from_cells
+from kit.measure import plan
 from kit.records.metrics import METRICS, ratio
 from kit.records.schema import CellRecord, RunRecord
-from kit.records.store import RESULTS, Run
+from kit.records.store import RESULTS, Run, find_runs
 from kit.report import limits as _limits
 from kit.report import method as _method
 
@@ -151,7 +152,11 @@ def find(
     try:
         return records(model, experiment, profile, "never", weights, base_url)
     except KitError:
-        return None
+        if base_url:
+            return None
+    # What a driver recorded beside a card's experiments (the switching proof) is in no card.
+    runs = find_runs([plan.LOCAL, plan.RECORDED], model, experiment)
+    return Evidence(experiment, runs[:1]) if runs else None
 
 
 def show(figure: Callable[..., Figure], *args: Any, under: str = "", **kwargs: Any) -> None:
@@ -275,6 +280,7 @@ _SERVER_NAMES = {
     "sglang:num_running_reqs": "running", "sglang:num_queue_reqs": "queued",
     "sglang:token_usage": "KV pool in use", "sglang:spec_accept_length": "accept length",
     "sglang:max_total_num_tokens": "KV pool (tokens)",
+    "drive.acceptance": "acceptance",
     "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "queued",
     "vllm:kv_cache_usage_perc": "KV pool in use",
 }  # fmt: skip
@@ -290,7 +296,16 @@ def _server_words(server: Mapping[str, float | None]) -> dict[str, float | None]
         position = _PER_POSITION.search(name)
         if position and (rate := ratio(value, drafts)) is not None:
             found[f"accepted at position {int(position[1]) + 1}"] = rate
+    steps = server.get("drive.steps")
+    for kind, name in _STEP_PARTS.items():
+        per_step = ratio(server.get(f"drive.gpu_s.{kind}"), steps)
+        if per_step is not None:
+            found[name] = per_step * 1000
     return found
+
+
+_STEP_PARTS = {"target_verify": "verify (GPU ms a step)", "eagle_draft": "draft (GPU ms a step)",
+               "eagle_draft_extend": "draft-extend (GPU ms a step)"}  # fmt: skip
 
 
 def _server_order(name: str) -> tuple:

@@ -1,7 +1,7 @@
 """What the prefill notebook shows: from the records of ExLlamaV3 runs to what the figures take.
 
-Runs on one GPU and runs that split layers over several are different layouts and never share a chart: each is a
-:class:`Part`, and the notebook draws its figures for each part.
+Runs on one GPU and runs that split layers over several are different layouts and never share a chart, nor do runs of
+different requests (other output lengths): each is a :class:`Part`, and the notebook draws its figures for each part.
 
 Arms are told apart by their settings (``kit.engines.exllamav3.ArmSettings``), not by name.
 """
@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -27,10 +28,10 @@ from kit.deferred.model import (
 from kit.deferred.runner import DETAILS, identity
 from kit.engines.exllamav3 import ArmSettings, chunks
 from kit.errors import KitError
-from kit.figures.figure import NotRecorded, number, times
+from kit.figures.figure import NotRecorded, listed, number, times
 from kit.figures.memory_bill import MIB, MemoryRow
 from kit.figures.prefill_depth import DepthFit, DepthPoint, DepthSeries, fit_depths
-from kit.figures.sweep import Sweep
+from kit.figures.sweep import Effect, Sweep
 from kit.figures.timeline_gpus import Lanes
 from kit.measure import plan
 from kit.records.metrics import ratio
@@ -40,7 +41,7 @@ from kit.records.store import Run, find_runs
 from kit.report import published
 from kit.report.notebook import Evidence
 
-NO_MTP, STOCK = "no-mtp", "stock"
+NO_MTP, STOCK, UNBLOCKED = "no-mtp", "stock", "no-mtp-unblocked"
 
 Made = TypeVar("Made")
 
@@ -54,6 +55,8 @@ class Part:
 
     evidence: Evidence
     others: Sequence[Run] = ()
+    apart: bool = False
+    """Whether another part has the same layout, so that the title must tell them apart."""
 
     @property
     def run(self) -> Run:
@@ -74,15 +77,16 @@ class Part:
     def title(self) -> str:
         """How a reader knows the part: one GPU; 2 GPUs, layers 16 + 16."""
         split = self.good[0].resolved.get("split")
-        if self.gpus == 1:
-            return "one GPU"
-        return f"{self.gpus} GPUs" + (f", layers {str(split).replace(',', ' + ')}" if split else "")
+        text = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
+        text += f", layers {str(split).replace(',', ' + ')}" if split and self.gpus > 1 else ""
+        return f"{text}, {self.good[0].asked.get('output_tokens')} output tokens" if self.apart else text
 
     @property
     def suffix(self) -> str:
         """For the names of its figures."""
         split = self.good[0].resolved.get("split")
-        return f"{self.gpus}gpu" + (f"-{str(split).replace(',', '-')}" if split else "")
+        text = f"{self.gpus}gpu" + (f"-{str(split).replace(',', '-')}" if split else "")
+        return f"{text}-out{self.good[0].asked.get('output_tokens')}" if self.apart else text
 
     @property
     def labels(self) -> list[str]:
@@ -111,6 +115,17 @@ class Part:
         """All arms but those that were synchronised by force, against no MTP."""
         drawn = [arm for arm, settings in self.arms.items() if not settings.forced_sync]
         return self.evidence.sweep(arms=drawn, baseline=NO_MTP if NO_MTP in drawn else None)
+
+    @cached_property
+    def against_stock(self) -> Sweep:
+        """The arms with an MTP head, against stock: what they accept on the same prompts."""
+        drawn = [arm for arm, s in self.arms.items() if s.drafting == "mtp" and not s.forced_sync]
+        return self.evidence.sweep(arms=drawn, baseline=STOCK if STOCK in drawn else None)
+
+    def n(self, length: float) -> tuple[int, int]:
+        """Fewest and most repeats of an arm that is drawn, at a length."""
+        counts = [n for arm in self.sweep.arms if (n := len(self.values("input_tps", arm, length)))]
+        return (min(counts), max(counts)) if counts else (0, 0)
 
     def values(self, metric: str, arm: str, length: float) -> list[float]:
         """Known values by repeat."""
@@ -174,8 +189,9 @@ class Part:
 
 
 def parts(evidence: Evidence) -> list[Part]:
-    """The layouts of a model's runs of this experiment: more GPUs first. A layout's figures come from the run that the
-    request found, if it is a local one; else from the recorded run with the most good cells (the newest of equals).
+    """The layouts of a model's runs of this experiment: more GPUs first; of one layout with different requests, the one
+    with more repeats of every arm first. A part's figures come from the run that the request found, if it is a local
+    one; else from the recorded run with the most good cells (the newest of equals).
 
     Raises KitError if no cell of any run ended well.
     """
@@ -190,7 +206,8 @@ def parts(evidence: Evidence) -> list[Part]:
     for run in found.values():
         if cells[run.folder]:
             resolved = cells[run.folder][0].resolved
-            groups.setdefault((int(resolved.get("gpus") or 1), str(resolved.get("split"))), []).append(run)
+            layout = (int(resolved.get("gpus") or 1), str(resolved.get("split")))
+            groups.setdefault((layout, cells[run.folder][0].workload_hash), []).append(run)
     if not groups:
         raise KitError(f"no cell of {evidence.experiment} ended well in any run of {model}")
 
@@ -198,47 +215,117 @@ def parts(evidence: Evidence) -> list[Part]:
         local = run in asked and plan.LOCAL in run.folder.parents
         return (local, len(cells[run.folder]), run.record.created_at)
 
+    layouts = [layout for layout, _ in groups]
     made = []
-    for _, runs in sorted(groups.items(), key=lambda group: group[0], reverse=True):
+    for (layout, _), runs in groups.items():
         first, *rest = sorted(runs, key=rank, reverse=True)
-        made.append(Part(Evidence(evidence.experiment, [first]), rest))
-    return made
+        made.append(Part(Evidence(evidence.experiment, [first]), rest, apart=layouts.count(layout) > 1))
+
+    def order(part: Part) -> tuple:
+        least = min(part.n(length)[0] for length in part.lengths)
+        return (part.gpus, str(part.good[0].resolved.get("split")), least, part.run.record.created_at)
+
+    return sorted(made, key=order, reverse=True)
+
+
+def with_depths(of: Sequence[Part]) -> list[Part]:
+    """The parts in which more depths than stock were measured."""
+    return [p for p in of if any(len(s.points) > 1 for s in depth_series(p))]
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
 def answers(part: Part) -> list[str]:
-    """What MTP prefill costs here, what the best remedy wins back, and what it takes, by prompt length."""
+    """What MTP prefill costs here and what each remedy wins back, by prompt length, as far as the repeats support it.
+
+    With fewer than three repeats no remedy is told from another: the numbers are in the figures, each with its n.
+    """
     said = []
     for length in part.lengths:
         stock = part.sweep.effect("input_tps", STOCK, length)
         if stock is None:
             continue
-        text = f"{length:,} tokens: stock MTP reads the prompt at {_interval(stock.ratio)} the speed of no MTP"
-        best = part.best(length)
-        effect = part.sweep.effect("input_tps", best, length) if best else None
-        over = part.sweep.effect("input_tps", best, length, baseline=STOCK) if best else None
-        if best and effect and over:
-            if over.verdict == "noise":
-                text += (
-                    f"; no remedy differs from stock by more than the noise (the highest, {part.sweep.label(best)}: "
-                )
-                text += f"{_interval(over.ratio)} stock)"
-            else:
-                text += f"; {part.sweep.label(best)} at {_interval(effect.ratio)}, {_interval(over.ratio)} stock"
-                peak = part.server("queue_peak_bytes", best, length)
-                if peak:
-                    text += f", for a queue of {number(peak / MIB)} MiB"
-                if over.verdict == "unknown":
-                    text += " (too few repeats to know the noise)"
+        n = f" (n = {stock.ratio.n})" if stock.ratio.low is None else ""
+        text = f"{length:,} tokens: stock MTP reads the prompt at {_interval(stock.ratio)} the speed of no MTP{n}"
+        over = [e for arm in part.remedies if (e := part.sweep.effect("input_tps", arm, length, baseline=STOCK))]
+        known = [e for e in over if e.verdict != "unknown"]
+        beyond = sorted((e for e in known if e.verdict == "above"), key=lambda e: -e.ratio.mean)
+        if beyond:
+            text += "; against stock, " + listed([_gain(part, e) for e in beyond])
+            rest = len(known) - len(beyond)
+            text += f" ({rest} other remedies not above the noise)" if rest else ""
+        elif known:
+            top = max(known, key=lambda e: e.ratio.mean)
+            text += (
+                f"; no remedy differs from stock by more than the noise (the highest, {part.sweep.label(top.arm)}: "
+                f"{_interval(top.ratio)} stock)"
+            )
+        if over and not known:
+            low, high = part.n(length)
+            text += f"; with n = {low if low == high else f'{low} to {high}'} no remedy can be told from another"
         said.append(text + ".")
-    said += _exactness(part)
+    said += [*_yardstick(part), *_pace(part), *_outliers(part), *_exactness(part)]
     if part.gpus == 1:
         said.append(
             "On one GPU there is no interruption to win back: target and MTP passes share it, and deferring only "
             "changes their order."
         )
+    return said
+
+
+def _gain(part: Part, effect: Effect) -> str:
+    text = f"{part.sweep.label(effect.arm)} {_interval(effect.ratio)}"
+    peak = part.server("queue_peak_bytes", effect.arm, effect.load)
+    return text + (f" with a queue of {number(peak / MIB)} MiB" if peak else "")
+
+
+def _yardstick(part: Part) -> list[str]:
+    """No MTP gains from unblocked inputs too: what MTP still costs must be told against that."""
+    said = []
+    for length in part.lengths:
+        base = part.sweep.effect("input_tps", UNBLOCKED, length) if UNBLOCKED in part.sweep.arms else None
+        if base is None:
+            continue
+        text = f"{length:,} tokens: unblocked inputs also change no MTP, {_interval(base.ratio)}"
+        others = [
+            f"{part.sweep.label(arm)} {_interval(e.ratio)}"
+            for arm in part.remedies
+            if part.arms[arm].unblock and (e := part.sweep.effect("input_tps", arm, length, baseline=UNBLOCKED))
+        ]
+        said.append(text + (f". Against that, {listed(others)}: this is what MTP still costs." if others else "."))
+    return said
+
+
+def _pace(part: Part) -> list[str]:
+    try:
+        return [f"From a timeline of {text}" for text in host_notes(part)]
+    except NotRecorded:
+        return []
+
+
+ODD_ONE = 0.6
+"""A cell below this part of the best of its arm's other repeats is named: it is more than noise."""
+
+
+def _outliers(part: Part) -> list[str]:
+    """Cells far below the arm's other repeats, so that no mean with one in it is read as a result."""
+    said = []
+    for cell in sorted(part.good, key=lambda c: (c.cell.load.value, c.cell.arm)):
+        value = cell.metrics.get("input_tps")
+        others = [
+            v
+            for c in part.good
+            if (c.cell.arm, c.cell.load.value) == (cell.cell.arm, cell.cell.load.value)
+            and c is not cell
+            and (v := c.metrics.get("input_tps"))
+        ]
+        if value and others and value < ODD_ONE * max(others):
+            said.append(
+                f"One cell stands apart: {cell.arm.label}, {cell.cell.load.value:,.0f} tokens, repeat "
+                f"{cell.cell.repeat + 1}: {number(value)} t/s against {number(max(others))}. It is drawn as a point of "
+                "its own; read no result from the mean that holds it. The run's notes say what is known of it."
+            )
     return said
 
 
@@ -250,6 +337,9 @@ def _exactness(part: Part) -> list[str]:
     if not outputs:
         return []
     text = f"Output identical to stock's for the same prompt in {sum(outputs)} of {len(outputs)} cells of all arms"
+    with_mtp = [r["output_equal"] for r in rows if part.arms[r["arm"]].drafting == "mtp"]
+    if with_mtp and sum(outputs) < len(outputs):
+        text += f" (of those with an MTP head: {sum(with_mtp)} of {len(with_mtp)})"
     if caches:
         text += f"; draft cache after the prompt bit-identical in {sum(caches)} of {len(caches)} cells of the remedies"
     return [text + "."]
@@ -325,7 +415,10 @@ def memory_rows(part: Part) -> list[MemoryRow]:
 
 def memory_caption(part: Part) -> str:
     """What the memory figure's bars are."""
-    return f"Allocator peaks of all GPUs over a request of {part.lengths[-1]:,} input tokens."
+    text = f"Allocator peaks of all GPUs over a request of {part.lengths[-1]:,} input tokens."
+    if any(s.coalesce for s in part.arms.values()):
+        text += " A coalesced pass also holds the activations of all its chunks, which the prediction leaves out."
+    return text
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -370,7 +463,7 @@ def queue_table(part: Part) -> pd.DataFrame:
     for length in part.lengths:
         for arm in part.arms:
             queued = part.server("queue_queued", arm, length)
-            if queued is None:
+            if queued is None or part.arms[arm].depth == 1:
                 continue
             peak = part.server("queue_peak_bytes", arm, length)
             predicted = part.server("predicted_queue_bytes", arm, length)
@@ -390,7 +483,8 @@ def queue_table(part: Part) -> pd.DataFrame:
             )
     if not rows:
         raise NotRecorded("no arm with a queue was measured")
-    return pd.DataFrame(rows)
+    frame = pd.DataFrame(rows)
+    return frame if frame["dropped"].any() else frame.drop(columns="dropped")
 
 
 def sync_table(part: Part) -> pd.DataFrame:
@@ -462,6 +556,114 @@ def lanes(part: Part) -> list[Lanes]:
     speed = {arm: part.mean("input_tps", arm, part.lengths[-1]) or 0.0 for arm in found}
     others = sorted((arm for arm in found if arm != STOCK), key=lambda arm: -speed[arm])
     return [found[arm] for arm in ([STOCK] if STOCK in found else []) + others[:1]]
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Where a chunk's time goes on the host, and each GPU's own work in it; ms per chunk, from one profile.
+
+    Attributes:
+        launching: Inside the target's and MTP's passes, waits left out: handing work to the GPUs.
+        waiting: Runtime calls that took long, in passes and between them: blocking copies.
+        between: From the end of one chunk's passes to the next one's first, waits left out.
+        gpus: Work by GPU, gaps left out.
+    """
+
+    label: str
+    launching: float
+    waiting: float
+    between: float
+    gpus: dict[int, float]
+
+    @property
+    def total(self) -> float:
+        """Of the host, per chunk."""
+        return self.launching + self.waiting + self.between
+
+
+BETWEEN_US = 20_000.0
+"""Passes further apart than this belong to different chunks."""
+
+
+def host_times(part: Part) -> list[HostTime]:
+    """Of every timeline of the part that has the host's spans. Raises NotRecorded if there is none."""
+    found = []
+    for run in (part.run, *part.others):
+        for path in sorted(run.folder.glob("timeline-*.json")):
+            made = host_time(json.loads(path.read_text()))
+            if made is not None and made.label not in {f.label for f in found}:
+                found.append(made)
+    if not found:
+        raise NotRecorded("no timeline tells where the host's time went")
+    return found
+
+
+def host_time(timeline: dict[str, Any]) -> HostTime | None:
+    """One timeline's (``kit.deferred.timeline``); None if it has fewer than two chunks or no host spans."""
+    passes: list[list[float]] = []
+    for begin, end, _ in sorted(timeline.get("host", ())):
+        if passes and begin - passes[-1][1] < BETWEEN_US:
+            passes[-1][1] = max(passes[-1][1], end)
+        else:
+            passes.append([begin, end])
+    waits = [w for w in timeline.get("host_waits", ()) if w[2] != "cudaDeviceSynchronize"]  # the profile's own end
+    if len(passes) < 2 or "host_waits" not in timeline:
+        return None
+
+    def waited(begin: float, end: float) -> float:
+        return sum(max(0.0, min(end, w[1]) - max(begin, w[0])) for w in waits)
+
+    inside = [(end - begin, waited(begin, end)) for begin, end in passes]
+    gaps = [(b[0] - a[1], waited(a[1], b[0])) for a, b in pairwise(passes)]
+    chunks_there = len(passes)
+    return HostTime(
+        label=timeline["label"],
+        launching=sum(total - wait for total, wait in inside) / chunks_there / 1000,
+        waiting=(sum(w for _, w in inside) / chunks_there + sum(w for _, w in gaps) / len(gaps)) / 1000,
+        between=sum(total - wait for total, wait in gaps) / len(gaps) / 1000,
+        gpus={
+            int(g["device"]): sum(e - b for b, e, label in g["spans"] if label != "copy") / chunks_there / 1000
+            for g in timeline["gpus"]
+        },
+    )
+
+
+def host_table(part: Part) -> pd.DataFrame:
+    """Where the host's time goes, beside each GPU's own work; ms per chunk. Raises NotRecorded without a timeline."""
+    return pd.DataFrame(
+        [
+            {
+                "arm": t.label,
+                "launching (ms)": t.launching,
+                "waiting for a GPU (ms)": t.waiting,
+                "between passes (ms)": t.between,
+                "host, all (ms)": t.total,
+                **{f"GPU {gpu} works (ms)": busy for gpu, busy in t.gpus.items()},
+            }
+            for t in host_times(part)
+        ]
+    )
+
+
+def host_notes(part: Part) -> list[str]:
+    """What sets the pace, in words. Raises NotRecorded without a timeline."""
+    said = []
+    for t in host_times(part):
+        slowest = max(t.gpus.values())
+        own = t.launching + t.between
+        text = (
+            f"{t.label}: for each chunk the host spends {number(t.launching, 3)} ms launching, {number(t.waiting, 3)} "
+            f"ms waiting for a GPU and {number(t.between, 3)} ms on work of its own between passes (the embedding "
+            f"rows among it); the busier GPU has {number(slowest, 3)} ms of work."
+        )
+        if own > slowest:
+            text += (
+                f" So the host sets the pace, and a layer split has little to pipeline: without any wait a chunk would "
+                f"still take {number(own, 3)} ms ({number(part.chunk / own * 1000)} t/s), however many GPUs share the "
+                "layers. A profiler makes launches slower, so this is an upper bound of the time."
+            )
+        said.append(text)
+    return said
 
 
 # ---------------------------------------------------------------------------------------------------------------- model
@@ -539,6 +741,9 @@ def advice(part: Part) -> list[str]:
         stages = stage_times(part, length)
     except NotRecorded as error:
         return [f"The model gives no advice for {part.title}: {error}."]
+    missed = premise_missed(part, length)
+    if missed:
+        return [missed]
     size = _bytes_per_chunk(part, length)
     if size is None:
         return [f"The model gives no advice for {part.title}: no arm with a queue tells the size of a chunk's rows."]
@@ -556,6 +761,31 @@ def advice(part: Part) -> list[str]:
         f"{' + '.join(parts_)}, MTP pass {number(stages.mtp * 1000)} ms. A prediction, not a measurement."
     )
     return said
+
+
+PREMISE = 0.1
+"""A measured throughput this much above the model's says that the model's premise does not hold."""
+
+
+def premise_missed(part: Part, length: int) -> str | None:
+    """Why no advice can be taken from the model at a length; None if it comes near what was measured."""
+    times_there = stage_times(part, length)
+    worst: tuple[float, str, float, float] | None = None
+    for arm, settings in part.arms.items():
+        schedule, measured = schedule_of(settings), part.mean("input_tps", arm, length)
+        if schedule is None or measured is None:
+            continue
+        model = part.chunk / seconds_per_chunk(times_there, schedule, chunks(length, part.chunk))
+        if measured > model * (1 + PREMISE) and (worst is None or measured / model > worst[0]):
+            worst = (measured / model, arm, measured, model)
+    if worst is None:
+        return None
+    _, arm, measured, model = worst
+    return (
+        f"No advice for {part.title}: the model takes the GPUs to set the pace, and that does not hold here. It gives "
+        f"{_label(part, arm)} {number(model)} t/s at {length:,} tokens; measured were {number(measured)}. The time "
+        "that is fitted as a GPU's stage is, in part, the host's."
+    )
 
 
 def _per_chunk(part: Part, arm: str, length: int) -> float | None:

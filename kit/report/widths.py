@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import pandas as pd
 
 from kit.errors import KitError
-from kit.figures.figure import NotRecorded
-from kit.figures.sweep import Sweep
+from kit.figures.figure import NotRecorded, listed, percent
+from kit.figures.sweep import Effect, Sweep
 from kit.figures.timeline_policy import Timeline
 from kit.figures.waterfall import Ladder, ladders
 from kit.load.window import chunk_tokens
 from kit.records.schema import CellRecord, ServerSample
+from kit.records.stats import MIN_REPEATS_FOR_INTERVAL
 from kit.records.store import Run
 from kit.report.notebook import Evidence
 
@@ -68,6 +69,98 @@ def ladder(evidence: Evidence, width: int | None = None) -> list[Ladder]:
         (best, "drafting + verification"),
     ]
     return ladders(sweep, steps)
+
+
+RUNGS = {
+    "a": "no speculation",
+    "a-capped": "MTP's pool without MTP",
+    "b0s": "draft-extend skipped",
+    "b0": "drafting off",
+}
+
+
+def ladder_caption(evidence: Evidence) -> str:
+    """Which rungs were not measured, so that the steps they would part stay joined."""
+    missing = [f"{arm} ({text})" for arm, text in RUNGS.items() if arm not in evidence.sweep().arms]
+    if not missing:
+        return ""
+    return f"Not measured: {listed(missing)}; the steps on its two sides are one here and cannot be told apart."
+
+
+NEAR_FULL = 0.5
+"""Below this part of the KV pool in use, with nothing queued, a smaller pool cannot have cost anything."""
+
+
+def causes(evidence: Evidence) -> list[str]:
+    """Which cause the data support, from the ladder, the widths and the server's own figures; each with its n.
+
+    Raises NotRecorded where the experiment is no ablation.
+    """
+    sweep, pair = evidence.sweep(), isolation(evidence)
+    if "a" not in sweep.arms:
+        raise NotRecorded("causes need the arms of the ablation; they were not recorded")
+    said = []
+    base = pair.baseline
+    effects = [e for load in pair.loads for arm in pair.others() if (e := pair.effect("output_tps", arm, load))]
+    if base and effects:
+        crossed = [e for e in effects if e.verdict == "below" or (e.verdict == "unknown" and e.ratio.mean < 1)]
+        where = f"{pair.load_letter}\u00a0=\u00a0{listed([f'{load:g}' for load in pair.loads])}"
+        text = (
+            f"Drafting: every width gave more than {pair.label(base)} at {where}, so no crossover was reached"
+            if not crossed
+            else f"Drafting: {listed([f'{pair.label(e.arm)} at {pair.at(e.load)}' for e in crossed])} gave less than "
+            f"{pair.label(base)}"
+        )
+        drafting = [c for c in evidence.cells if c.status == "ok" and (width_of(c.cell.arm) or 0) > 0]
+        known = [rate for c in drafting if (rate := c.server.get("drive.acceptance")) is not None]
+        if known:
+            text += (
+                f". Acceptance, by the server's counters, is {min(known):.2f} to {max(known):.2f} by cell, this "
+                "stand-in's own; with a lower one the gain is smaller and the crossover comes at fewer clients"
+            )
+        said.append(f"{text} ({_n(effects)}).")
+    carried = _steps_between(sweep, "a-capped", "b0")
+    if carried:
+        said.append(
+            "Fixed cost: carrying MTP with drafting off, against the same pool without it, changes output by "
+            f"{_told(sweep, carried)} ({_n(carried)})."
+        )
+    pool = _steps_between(sweep, "a", "a-capped")
+    used = [c.server.get("sglang:token_usage") for c in evidence.cells if c.status == "ok"]
+    queued = [c.server.get("sglang:num_queue_reqs") for c in evidence.cells if c.status == "ok"]
+    usage = [u for u in used if u is not None]
+    if pool and usage and max(usage) < NEAR_FULL and not any(queued):
+        said.append(
+            f"Capacity cannot be tested at these loads: at most {max(usage) * 100:.0f}\u00a0% of a KV pool was in use "
+            f"and nothing was queued. What differs between the two pools ({_told(sweep, pool)}) is therefore not "
+            f"capacity, and shows how far apart single cells lie ({_n(pool)})."
+        )
+    bad = [c for c in evidence.cells if c.status == "invalid"]
+    if bad:
+        loads = sorted({c.cell.load.value for c in bad} - {c.cell.load.value for c in evidence.cells
+                                                            if c.status == "ok"})  # fmt: skip
+        if loads:
+            said.append(
+                f"{sweep.load_letter}\u00a0=\u00a0{listed([f'{v:g}' for v in loads])}: no valid cell, so nothing is "
+                "said of the load at which the answer may turn."
+            )
+    return said
+
+
+def _steps_between(sweep: Sweep, before: str, after: str) -> list[Effect]:
+    if before not in sweep.arms or after not in sweep.arms:
+        return []
+    return [e for load in sweep.loads if (e := sweep.effect("output_tps", after, load, baseline=before))]
+
+
+def _told(sweep: Sweep, effects: Sequence[Effect]) -> str:
+    return listed([f"{percent(e.ratio.mean)} at {sweep.at(e.load)}" for e in effects])
+
+
+def _n(effects: Sequence[Effect]) -> str:
+    counts = [e.ratio.n for e in effects]
+    n = f"n = {min(counts)}" if min(counts) == max(counts) else f"n = {min(counts)} to {max(counts)}"
+    return n + (", no interval" if max(counts) < MIN_REPEATS_FOR_INTERVAL else "")
 
 
 def timelines(evidence: Evidence, bin_s: float = 1.0) -> list[Timeline]:
@@ -126,6 +219,27 @@ def _timeline(
 
 def _value(sample: ServerSample, name: re.Pattern[str]) -> float | None:
     return next((v for key, v in sample.values.items() if name.search(key.partition("{")[0])), None)
+
+
+def switching_notes(evidence: Evidence) -> list[str]:
+    """What the switching proof shows, and what it does not."""
+    cells = {c.cell.arm: c for c in evidence.cells if c.status == "ok"}
+    switched, again = cells.get("switched"), cells.get("plain-again")
+    if switched is None:
+        return []
+    s = switched.server
+    said = [
+        f"The width of the running server was changed {s.get('switches') or 0:.0f} times under "
+        f"{s.get('requests') or 0:.0f} long requests; {s.get('complete') or 0:.0f} of them came back complete."
+    ]
+    if again is not None and (s.get("identical") or 0) < (again.server.get("identical") or 0):
+        said.append(
+            f"{s.get('identical') or 0:.0f} of {s.get('requests') or 0:.0f} outputs are those of plain decoding; two "
+            f"plain runs agreed in {again.server.get('identical') or 0:.0f} of {again.server.get('requests') or 0:.0f}."
+            " So verifying several tokens at once does change some greedy outputs here. Its sums run in another order, "
+            "which can flip a near-tie; that this is the only reason was not shown."
+        )
+    return said
 
 
 def switching_table(evidence: Evidence) -> pd.DataFrame:
