@@ -6,6 +6,7 @@ Whatever a user can put right ends in one message and status 2; Ctrl-C ends with
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KitError as error:
         print(f"kit {arguments.verb}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of our output has gone (kit models | head)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print(f"kit {arguments.verb}: interrupted; finished cells are kept. The same command goes on.", file=sys.stderr)
         return 130

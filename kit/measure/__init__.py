@@ -20,12 +20,13 @@ from pathlib import Path
 
 from kit import cards
 from kit.cards import EngineName, Experiment, ModelCard, Profile
+from kit.engines.base import Server
 from kit.engines.process import EngineError, ServerProcess, inherited_environment
 from kit.errors import KitError
 from kit.measure import attach, plan
 from kit.measure.weights import missing_for, obstacles, resolve
 from kit.records.provenance import collect, model_stamp
-from kit.records.schema import RunRecord
+from kit.records.schema import Arm, RunRecord
 from kit.records.store import Run, find_runs
 
 
@@ -97,8 +98,6 @@ def ensure(
 
 def serve(model: str, experiment_name: str, arm: str | None, weights: str | None) -> None:
     """Start the server of one arm and keep it until Ctrl-C. Raises KitError listing the arms for an unknown one."""
-    from kit.measure.served import open_server
-
     card = cards.load_card(model)
     experiment = plan.experiment_of(card, experiment_name)
     name = arm or experiment.baseline
@@ -108,7 +107,7 @@ def serve(model: str, experiment_name: str, arm: str | None, weights: str | None
     if lacking:
         raise KitError(f"{name} cannot be served here: {lacking}")
     path = resolve(card, experiment.engine, weights)
-    with open_server(card, experiment, experiment.arm(name), path, plan.LOCAL / model / "serve") as server:
+    with _open_server(experiment, experiment.arm(name), path, plan.LOCAL / model / "serve") as server:
         print(f"{experiment.arm(name).label}: {server.base_url}/v1 (model {server.model}); Ctrl-C stops it", flush=True)
         try:
             while server.process is None or server.process.poll() is None:
@@ -116,6 +115,18 @@ def serve(model: str, experiment_name: str, arm: str | None, weights: str | None
         except KeyboardInterrupt:
             return
         raise EngineError(f"the server ended by itself{server.process.log_quote()}")
+
+
+def _open_server(experiment: Experiment, arm: Arm, weights: Path | None, log_dir: Path) -> Server:
+    if experiment.engine == "exllamav3":
+        raise KitError("ExLlamaV3 is a library, not a server: `kit measure` runs its arms in a process of their own")
+    if experiment.engine == "sglang":
+        from kit.measure import sglang
+
+        return sglang.open_server(experiment, arm, weights, log_dir)
+    from kit.measure import served
+
+    return served.open_server(experiment, arm, weights, log_dir)
 
 
 def _ensure_one(

@@ -29,7 +29,7 @@ from kit.records.schema import Arm, CellKey, CellRecord, Scalar
 from kit.records.store import Run
 
 
-def open_server(card: ModelCard, experiment: Experiment, arm: Arm, weights: Path | None, log_dir: Path) -> Server:
+def open_server(experiment: Experiment, arm: Arm, weights: Path | None, log_dir: Path) -> Server:
     """Start (or attach to) the server of an arm. Raises EngineError."""
     if experiment.engine == "openai":
         return openai.attach(openai.AttachSettings.checked(**arm.settings))
@@ -65,7 +65,7 @@ def measure(
             arm = experiment.arm(block.arm)
             log_dir = run.folder / "server" / f"{name}.{block.arm}.r{block.repeat}"
             try:
-                with open_server(card, experiment, arm, weights, log_dir) as server:
+                with open_server(experiment, arm, weights, log_dir) as server:
                     for position, cell in enumerate(block.cells):
                         bar.set_postfix_str(cell.id, refresh=True)
                         if position:
