@@ -121,7 +121,8 @@ def test_no_mtp_gains_from_unblocked_inputs_too_and_that_is_said(parts: list[pre
 
 def test_cells_with_one_time_costs_are_named(parts: list[prefill.Part]) -> None:
     apart = [[t for t in prefill.answers(p) if "stands apart" in t] for p in parts]
-    assert [len(found) for found in apart] == [0, 1, 1]
+    assert [len(found) for found in apart] == [1, 1, 1]
+    assert "14.8 t/s out" in apart[0][0] and "unblocked inputs" in apart[0][0]
     assert "3,749" in apart[1][0] and "rows in pinned memory" in apart[1][0]
     assert "5,145" in apart[2][0] and "coalesced" in apart[2][0]
 
@@ -131,6 +132,7 @@ def test_the_timeline_says_that_the_host_sets_the_pace(parts: list[prefill.Part]
     assert t.launching + t.between > max(t.gpus.values())
     assert t.total == pytest.approx(3072 / parts[0].mean("input_tps", "no-mtp", 61440) * 1000, rel=0.05)
     assert any("the host sets the pace" in text for text in prefill.answers(parts[0]))
+    assert "the host sets the pace" in prefill.timeline(parts[0]).headline
 
 
 def test_the_model_gives_no_advice_where_its_premise_fails(parts: list[prefill.Part]) -> None:
@@ -140,11 +142,15 @@ def test_the_model_gives_no_advice_where_its_premise_fails(parts: list[prefill.P
 def test_the_causes_are_told_as_far_as_the_cells_go(widths_evidence: Evidence) -> None:
     drafting, fixed, capacity, missing = widths.causes(widths_evidence)
     assert "no crossover was reached" in drafting and "0.90 to 0.97" in drafting
-    assert "−11.7" in fixed and "−18.5" in fixed and "no interval" in fixed
+    assert "−11.7" in fixed and "−18.5" in fixed and "no interval" in fixed and "draft-extend is 4" in fixed
     assert capacity.startswith("Capacity cannot be tested at these loads")
     assert "64" in missing and "no valid cell" in missing
     assert "b0s" in widths.ladder_caption(widths_evidence)
     assert 64 not in widths_evidence.sweep().loads
+    assert "capacity" not in {rung.step for ladder in widths.ladder(widths_evidence) for rung in ladder.rungs}
+    pair = widths.isolation(widths_evidence)
+    assert pair.estimate("acceptance", "b4", 8).mean == pytest.approx(0.922, abs=0.001)  # the server's own counters
+    assert widths.COUNTED in pair.caption("acceptance")
 
 
 def test_the_switching_proof_tells_what_changed_too() -> None:

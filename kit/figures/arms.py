@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kit.figures.figure import Figure, NotRecorded, listed, number, percent, times
+from kit.figures.figure import TOO_FEW, Figure, NotRecorded, listed, number, percent, times
 from kit.figures.style import BLUE, FONT_PT, GRID, INK, MUTED, RED, Look, panels, styled, to_svg
 from kit.figures.sweep import Sweep
 from kit.records.metrics import METRICS
@@ -164,14 +164,19 @@ def _panel(
         base = sweep.estimate(metric, sweep.baseline or "", load)
         axes.set_xscale("log")
         ticks = [t for t in _TICKS if limits[0] <= t <= limits[1]]
-        while len(ticks) > 6:
-            ticks = [t for i, t in enumerate(ticks) if t == 1 or (i - ticks.index(1)) % 2 == 0]
+        apart = math.log(limits[1] / limits[0]) / 8  # nearer ones would overlap
+        kept = [1.0]
+        for tick in sorted(ticks, key=lambda t: abs(math.log(t))):
+            if all(abs(math.log(tick / other)) >= apart for other in kept):
+                kept.append(tick)
+        ticks = sorted(kept)
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}×"))
         axes.axvline(1, color=MUTED, lw=1.2, zorder=2)
         if base:
-            title += f" ({sweep.label(sweep.baseline or '')}: {number(base.mean)} {unit})"
+            shown = number(base.mean) + ("" if unit == "1" else f" {unit}")
+            title += f" ({sweep.label(sweep.baseline or '')}: {shown})"
         axes.set_xlabel(f"{METRICS[metric].title} ÷ {sweep.label(sweep.baseline or '')}", color=MUTED)
     else:
         axes.set_xlabel(METRICS[metric].title + (f" ({unit})" if unit != "1" else ""), color=MUTED)
@@ -209,7 +214,7 @@ def _headline(
     counts = [e.ratio.n for e in effects.values()]
     if len(effects) > 1 and all(e.verdict == "unknown" for e in effects.values()):
         n = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-        return f"{what[:1].upper()}{what[1:]} by arm, {where}: n = {n}, too few repeats to call one best"
+        return f"{what[:1].upper()}{what[1:]} by arm, {where}: n = {n}, {TOO_FEW} to call one best"
     sure = {arm: e for arm, e in effects.items() if e.verdict != "unknown"} or effects
     best = max(sure, key=lambda arm: sure[arm].ratio.mean)
     if all(e.verdict == "noise" for e in effects.values()):

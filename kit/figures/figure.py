@@ -11,6 +11,9 @@ import pandas as pd
 
 from kit.errors import KitError
 
+TOO_FEW = "too few repeats"
+"""In a headline that states no finding: it stands with its figure, and not in a page's summary."""
+
 
 class NotRecorded(KitError):
     """There is nothing to draw: the quantity was not recorded. The message says what would record it."""

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kit.deferred.model import Line, fit_line
-from kit.figures.figure import Figure, NotRecorded, Source, listed, number, percent
+from kit.figures.figure import TOO_FEW, Figure, NotRecorded, Source, listed, number, percent
 from kit.figures.style import BLUE, FONT_PT, GREEN, MUTED, ORANGE, PURPLE, RED, Look, end_labels, panels, styled, to_svg
 from kit.records.stats import MIN_REPEATS_FOR_INTERVAL, Estimate, estimate
 
@@ -199,7 +199,7 @@ def _headline(group: Sequence[DepthSeries]) -> str:
     counts = [stock.n, *(e.n for _, e in deferred)]
     if min(counts) < MIN_REPEATS_FOR_INTERVAL and not s.published and len(deferred) > 1:
         n = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-        return f"Input throughput by defer depth, {s.label}: n = {n}, too few repeats to tell depths apart"
+        return f"Input throughput by defer depth, {s.label}: n = {n}, {TOO_FEW} to tell depths apart"
     best, e = max(deferred, key=lambda pair: pair[1].mean)
     depth = "deferring the whole prompt" if best.depth is None else f"depth {best.depth}"
     overlap = None not in (stock.low, stock.high, e.low, e.high) and e.low <= stock.high and stock.low <= e.high

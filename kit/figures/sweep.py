@@ -166,7 +166,8 @@ class Sweep:
         """What differs between the arms and what the bars mean."""
         low, high = self.count(metric)
         if high < MIN_REPEATS_FOR_INTERVAL:
-            spread = f"n = {high}: no interval can be estimated, none is drawn."
+            n = f"{high}" if low == high else f"{low} to {high}"
+            spread = f"n = {n}: no interval can be estimated, none is drawn."
         elif low < MIN_REPEATS_FOR_INTERVAL:
             spread = "Bars are 95 % intervals (Student's t), drawn where there are three repeats or more."
         else:

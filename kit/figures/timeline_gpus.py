@@ -64,13 +64,13 @@ def timeline_gpus(
     longest = max(a.end for a in arms)
     with styled():
         heights = [0.38 * (len(a.gpus) + bool(a.host)) + 0.85 for a in arms]
-        figure, all_axes = panels([*heights[:-1], heights[-1] + 0.5])
+        figure, all_axes = panels([*heights[:-1], heights[-1] + 0.75])
         for axes, lanes in zip(all_axes, arms, strict=True):
             _panel(axes, lanes, longest)
         all_axes[-1].set_xlabel("ms", color=MUTED)
         shown = [k for k in COLORS if any(s[2] == k for a in arms for spans in a.gpus.values() for s in spans)]
         handles = [all_axes[-1].barh(0, 0, color=COLORS[k], label=WORDS[k]) for k in shown]
-        all_axes[-1].legend(handles=handles, loc="upper left", bbox_to_anchor=(-0.12, -0.42), ncols=4, frameon=False,
+        all_axes[-1].legend(handles=handles, loc="upper left", bbox_to_anchor=(-0.12, -0.34), ncols=4, frameon=False,
                             fontsize=FONT_PT - 1, handlelength=1.0, columnspacing=1.0)  # fmt: skip
         svg = to_svg(figure, name)
     rows = [
@@ -90,7 +90,7 @@ def timeline_gpus(
         svg=svg,
         headline=_headline(arms),
         caption=f"{caption} Taken with torch's profiler, which slows the host: read the shape, not the speed. "
-        "White between the bars is a GPU that waits.".strip(),
+        "White between the bars is a GPU that waits, and a host that does something else than launching.".strip(),
         alt="Timelines of the GPUs. "
         + listed([f"{a.label}: " + ", ".join(f"GPU {g} busy {a.busy(g):.0%}" for g in a.gpus) for a in arms]),
         table=pd.DataFrame(rows),

@@ -118,7 +118,7 @@ def waterfall(
     spread = (
         "Pale steps have a 95 % interval that covers no change."
         if counts and max(counts) >= 3
-        else f"n = {max(counts, default=0)}: no interval can be estimated."
+        else "Too few repeats for intervals."
     )
     return Figure(
         name=name,

@@ -262,7 +262,7 @@ def server_table(evidence: Evidence, sweep: Sweep) -> None:
             row: dict[str, object] = {"arm": sweep.label(arm), sweep.load_letter: f"{load:g}"}
             for name in sorted({name for words in mine for name in words}, key=_server_order):
                 known = [v for words in mine if (v := words.get(name)) is not None]
-                row[name] = sum(known) / len(known) if known else None
+                row[name] = _short(sum(known) / len(known)) if known else None
             if len(row) > 2:
                 rows.append(row)
     if not rows:
@@ -270,7 +270,14 @@ def server_table(evidence: Evidence, sweep: Sweep) -> None:
         return
     columns = sorted({name for row in rows for name in list(row)[2:]}, key=_server_order)
     frame = pd.DataFrame(rows).reindex(columns=["arm", sweep.load_letter, *columns])
-    _display(table_html(frame, "The server's own figures, mean of the repeats"))
+    timed = any(name in frame.columns for name in _STEP_PARTS.values())
+    caption = "The server's own figures, mean of the repeats" + ("; ms: GPU time per step" if timed else "")
+    _display(table_html(frame, caption))
+
+
+def _short(value: float) -> float:
+    """Three digits are all that such a mean is good for."""
+    return float(f"{value:.3g}") if abs(value) < 1000 else value
 
 
 _SERVER_NAMES = {
@@ -304,8 +311,8 @@ def _server_words(server: Mapping[str, float | None]) -> dict[str, float | None]
     return found
 
 
-_STEP_PARTS = {"target_verify": "verify (GPU ms a step)", "eagle_draft": "draft (GPU ms a step)",
-               "eagle_draft_extend": "draft-extend (GPU ms a step)"}  # fmt: skip
+_STEP_PARTS = {"target_verify": "verify (ms)", "eagle_draft": "draft (ms)",
+               "eagle_draft_extend": "extend (ms)"}  # fmt: skip
 
 
 def _server_order(name: str) -> tuple:
@@ -337,8 +344,9 @@ def paragraphs(texts: Sequence[str]) -> None:
 
 def notes(texts: Sequence[str], title: str) -> None:
     """A titled list, escaped."""
-    # A percent sign stays with its number.
-    items = "".join(f"<li>{escape(text).replace(' %', chr(0xA0) + '%')}</li>" for text in texts)
+    # A percent sign stays with its number, and n with its value.
+    kept = [escape(text).replace(" %", "\u00a0%").replace("n = ", "n\u00a0=\u00a0") for text in texts]
+    items = "".join(f"<li>{text}</li>" for text in kept)
     _display(f'<section class="limits"><h3>{escape(title)}</h3><ul>{items}</ul></section>')
 
 

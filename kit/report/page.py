@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kit.errors import KitError
+from kit.figures.figure import TOO_FEW
 
 TEMPLATE = Path(__file__).parent / "template"
 
@@ -37,6 +38,11 @@ class Chapter:
     findings: tuple[Finding, ...]
     notebook: str
     note: str = ""
+
+    @property
+    def told(self) -> list[Finding]:
+        """Findings for the summary: what figures with too few repeats for one say stands with them alone."""
+        return [f for f in self.findings if TOO_FEW not in f.text]
 
 
 def render(

@@ -28,11 +28,11 @@ from kit.deferred.model import (
 from kit.deferred.runner import DETAILS, identity
 from kit.engines.exllamav3 import ArmSettings, chunks
 from kit.errors import KitError
-from kit.figures.figure import NotRecorded, listed, number, times
+from kit.figures.figure import Figure, NotRecorded, listed, number, times
 from kit.figures.memory_bill import MIB, MemoryRow
 from kit.figures.prefill_depth import DepthFit, DepthPoint, DepthSeries, fit_depths
 from kit.figures.sweep import Effect, Sweep
-from kit.figures.timeline_gpus import Lanes
+from kit.figures.timeline_gpus import Lanes, timeline_gpus
 from kit.measure import plan
 from kit.records.metrics import ratio
 from kit.records.schema import CellRecord
@@ -304,28 +304,30 @@ def _pace(part: Part) -> list[str]:
         return []
 
 
-ODD_ONE = 0.6
-"""A cell below this part of the best of its arm's other repeats is named: it is more than noise."""
+ODD_ONE = {"input_tps": (0.6, "in"), "decode_tps": (0.25, "out")}
+"""By metric: a cell below this part of the best of its arm's other repeats is named, as more than noise (output rates
+differ more between prompts)."""
 
 
 def _outliers(part: Part) -> list[str]:
     """Cells far below the arm's other repeats, so that no mean with one in it is read as a result."""
     said = []
     for cell in sorted(part.good, key=lambda c: (c.cell.load.value, c.cell.arm)):
-        value = cell.metrics.get("input_tps")
-        others = [
-            v
+        mates = [
+            c
             for c in part.good
-            if (c.cell.arm, c.cell.load.value) == (cell.cell.arm, cell.cell.load.value)
-            and c is not cell
-            and (v := c.metrics.get("input_tps"))
+            if (c.cell.arm, c.cell.load.value) == (cell.cell.arm, cell.cell.load.value) and c is not cell
         ]
-        if value and others and value < ODD_ONE * max(others):
-            said.append(
-                f"One cell stands apart: {cell.arm.label}, {cell.cell.load.value:,.0f} tokens, repeat "
-                f"{cell.cell.repeat + 1}: {number(value)} t/s against {number(max(others))}. It is drawn as a point of "
-                "its own; read no result from the mean that holds it. The run's notes say what is known of it."
-            )
+        for metric, (least, way) in ODD_ONE.items():
+            value = cell.metrics.get(metric)
+            others = [v for c in mates if (v := c.metrics.get(metric))]
+            if value and others and value < least * max(others):
+                said.append(
+                    f"One cell stands apart: {cell.arm.label}, {cell.cell.load.value:,.0f} tokens, repeat "
+                    f"{cell.cell.repeat + 1}: {number(value)} t/s {way} against {number(max(others))}. It is a "
+                    "point of its own in the figure; read no result from the mean that holds it. The run's notes say "
+                    "what is known of it."
+                )
     return said
 
 
@@ -664,6 +666,23 @@ def host_notes(part: Part) -> list[str]:
             )
         said.append(text)
     return said
+
+
+def timeline(part: Part) -> Figure:
+    """The timelines; the headline says so if the host, and no GPU, sets the pace. Raises NotRecorded without any."""
+    figure = timeline_gpus(lanes(part), **part.context("prefill-timeline"))
+    try:
+        first = host_times(part)[0]
+    except NotRecorded:
+        return figure
+    own, slowest = first.launching + first.between, max(first.gpus.values(), default=0.0)
+    if own <= slowest:
+        return figure
+    return replace(
+        figure,
+        headline=f"{first.label[:1].upper()}{first.label[1:]}: the host sets the pace, with {number(own, 3)} ms of its "
+        f"own work per chunk against {number(slowest, 3)} ms on the busier GPU",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- model

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pandas as pd
 
@@ -38,13 +39,39 @@ def width_of(arm: str) -> int | None:
 def isolation(evidence: Evidence) -> Sweep:
     """The arms of one deployment that differ in the draft width alone, against width 0 where it was measured.
 
+    Where the requests carry no counts of drafts, acceptance and tokens per step are the server's own (:func:`counted`).
     An experiment whose arms have other names is taken whole, with the card's baseline.
     """
+    evidence = counted(evidence)
     present = list(dict.fromkeys(c.cell.arm for c in evidence.cells if c.status == "ok"))
     widths = sorted((arm for arm in present if width_of(arm) is not None), key=lambda arm: width_of(arm) or 0)
-    if len(widths) < 2:
-        return evidence.sweep()
-    return evidence.sweep(arms=widths, baseline=widths[0])
+    sweep = evidence.sweep() if len(widths) < 2 else evidence.sweep(arms=widths, baseline=widths[0])
+    if any("drive.acceptance" in c.server for c in evidence.cells):
+        sweep = replace(sweep, notes=[*sweep.notes, COUNTED])
+    return sweep
+
+
+COUNTED = "Acceptance and tokens per step are the server's own, over all of a cell's traffic."
+
+
+def counted(evidence: Evidence) -> Evidence:
+    """The same cells, with acceptance and tokens per step from the server's counters where the requests told none.
+
+    The counters (``drive.…``) span all of a cell's traffic, burn-in and warm-up included.
+    """
+    cells = []
+    for cell in evidence.cells:
+        told = {
+            "acceptance": cell.server.get("drive.acceptance"),
+            "tokens_per_step": None
+            if (accepted := cell.server.get("drive.accepted_per_verify")) is None
+            else 1 + accepted,
+        }
+        lacking = {tag: v for tag, v in told.items() if v is not None and cell.metrics.get(tag) is None}
+        cells.append(cell.model_copy(update={"metrics": {**cell.metrics, **lacking}}) if lacking else cell)
+    made = Evidence(evidence.experiment, evidence.runs)
+    made.__dict__["cells"] = cells  # what the cached property would hold
+    return made
 
 
 def ladder(evidence: Evidence, width: int | None = None) -> list[Ladder]:
@@ -63,7 +90,7 @@ def ladder(evidence: Evidence, width: int | None = None) -> list[Ladder]:
         best = next((arm for arm in drafting if width_of(arm) == width), drafting[0])
     steps = [
         ("a", None),
-        ("a-capped", "capacity"),
+        ("a-capped", "MTP's pool (never near full)" if pool_unused(evidence) else "capacity"),
         ("b0s", "fixed cost of carrying MTP"),
         ("b0", "draft-extend"),
         (best, "drafting + verification"),
@@ -91,6 +118,14 @@ NEAR_FULL = 0.5
 """Below this part of the KV pool in use, with nothing queued, a smaller pool cannot have cost anything."""
 
 
+def pool_unused(evidence: Evidence) -> float | None:
+    """The largest part of a KV pool that was in use, if it never came near full and nothing was queued; else None."""
+    good = [c for c in evidence.cells if c.status == "ok"]
+    usage = [u for c in good if (u := c.server.get("sglang:token_usage")) is not None]
+    queued = any(c.server.get("sglang:num_queue_reqs") for c in good)
+    return max(usage) if usage and max(usage) < NEAR_FULL and not queued else None
+
+
 def causes(evidence: Evidence) -> list[str]:
     """Which cause the data support, from the ladder, the widths and the server's own figures; each with its n.
 
@@ -116,22 +151,20 @@ def causes(evidence: Evidence) -> list[str]:
         if known:
             text += (
                 f". Acceptance, by the server's counters, is {min(known):.2f} to {max(known):.2f} by cell, this "
-                "stand-in's own; with a lower one the gain is smaller and the crossover comes at fewer clients"
+                "stand-in's own; a model that accepts fewer gains less"
             )
         said.append(f"{text} ({_n(effects)}).")
     carried = _steps_between(sweep, "a-capped", "b0")
     if carried:
         said.append(
             "Fixed cost: carrying MTP with drafting off, against the same pool without it, changes output by "
-            f"{_told(sweep, carried)} ({_n(carried)})."
+            f"{_told(sweep, carried)} ({_n(carried)}).{_extend_share(evidence)}"
         )
     pool = _steps_between(sweep, "a", "a-capped")
-    used = [c.server.get("sglang:token_usage") for c in evidence.cells if c.status == "ok"]
-    queued = [c.server.get("sglang:num_queue_reqs") for c in evidence.cells if c.status == "ok"]
-    usage = [u for u in used if u is not None]
-    if pool and usage and max(usage) < NEAR_FULL and not any(queued):
+    usage = pool_unused(evidence)
+    if pool and usage:
         said.append(
-            f"Capacity cannot be tested at these loads: at most {max(usage) * 100:.0f}\u00a0% of a KV pool was in use "
+            f"Capacity cannot be tested at these loads: at most {usage * 100:.0f}\u00a0% of a KV pool was in use "
             f"and nothing was queued. What differs between the two pools ({_told(sweep, pool)}) is therefore not "
             f"capacity, and shows how far apart single cells lie ({_n(pool)})."
         )
@@ -145,6 +178,23 @@ def causes(evidence: Evidence) -> list[str]:
                 "said of the load at which the answer may turn."
             )
     return said
+
+
+def _extend_share(evidence: Evidence) -> str:
+    """How much of a step at width 0 draft-extend is, by the server's own timers."""
+    shares = []
+    for cell in evidence.cells:
+        extend, verify = (cell.server.get(f"drive.gpu_s.{kind}") for kind in ("eagle_draft_extend", "target_verify"))
+        if cell.status == "ok" and cell.cell.arm == "b0" and extend and verify:
+            shares.append(extend / (extend + verify) * 100)
+    if not shares:
+        return ""
+    low, high = f"{min(shares):.0f}", f"{max(shares):.0f}"
+    share = low if low == high else f"{low} to {high}"
+    return (
+        f" By the server's timers draft-extend is {share}\u00a0% of the GPU time of such a step, so most of "
+        "the cost lies elsewhere."
+    )
 
 
 def _steps_between(sweep: Sweep, before: str, after: str) -> list[Effect]:
