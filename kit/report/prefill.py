@@ -157,11 +157,6 @@ class Part:
             and (s.depth != 1 or s.unblock or s.mtp_gpu == "last")
         ]  # fmt: skip
 
-    def best(self, length: float) -> str | None:
-        """The remedy with the highest mean input throughput at a length; None if none was measured."""
-        known = {arm: m for arm in self.remedies if (m := self.mean("input_tps", arm, length)) is not None}
-        return max(known, key=lambda arm: known[arm]) if known else None
-
     @cached_property
     def details(self) -> list[dict[str, Any]]:
         """The lines of ``prefill.jsonl``; none if the run has no such file."""

@@ -286,8 +286,8 @@ def switching_notes(evidence: Evidence) -> list[str]:
         said.append(
             f"{s.get('identical') or 0:.0f} of {s.get('requests') or 0:.0f} outputs are those of plain decoding; two "
             f"plain runs agreed in {again.server.get('identical') or 0:.0f} of {again.server.get('requests') or 0:.0f}."
-            " So verifying several tokens at once does change some greedy outputs here. Its sums run in another order, "
-            "which can flip a near-tie; that this is the only reason was not shown."
+            " So what comes out under changing widths is not always what plain decoding gives here. Verification sums "
+            "in another order, which can flip a near-tie; that this is the only reason was not shown."
         )
     return said
 
