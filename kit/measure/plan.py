@@ -7,6 +7,7 @@ that a drift of the machine does not fall on one arm.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from kit.errors import KitError
 from kit.records.schema import CellKey, CellRecord, Load
 from kit.records.store import Run, find_runs
 
-LOCAL = ROOT / "data" / "local"
-"""Runs made on this machine (not in git)."""
+LOCAL = Path(os.environ.get("KIT_LOCAL") or ROOT / "data" / "local")
+"""Runs made on this machine (not in git); the environment variable KIT_LOCAL puts them elsewhere."""
 
 RECORDED = ROOT / "data" / "runs"
 """Recorded runs: kept in git, immutable."""
