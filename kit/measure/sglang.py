@@ -5,7 +5,7 @@ read back that it is in use, then drive (burn-in, warm-up, window), then read ba
 forward pass, and the plugin's counters by width, are taken around the whole drive.
 
 :func:`measure` is what ``kit measure`` calls: one deployment at a time, all of a repeat before the next.
-``python -m kit.measure.sglang`` is for a GPU that is lent for minutes: deployments run *side by side* on it (each with
+``python -m kit.measure.sglang`` is for a GPU that is there for minutes: deployments run *side by side* on it (each with
 a declared pool, only one driven at a time), cells come in order of importance, and when the time is up what is
 finished stays; the same command goes on with the same run later. It also measures the width policy under a load that
 rises and falls, and proves that widths change under traffic with nothing lost.
@@ -597,7 +597,7 @@ def _long_requests(server: Server, prompts: Sequence[str], tokens: int) -> list[
     return found
 
 
-# A GPU that is lent for minutes
+# A GPU that is there for minutes
 
 
 STEPS = ("switching", "core", "policy", "rest")
@@ -792,7 +792,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         card = load_card(arguments.card.stem, arguments.card.parent)
         experiment = plan.experiment_of(card, "draft_width")
         profile = Profile(
-            name="lease",
+            name="timed",
             burn_in_s=arguments.burn_in,
             warm_up_s=arguments.warm_up,
             window_s=arguments.window,
