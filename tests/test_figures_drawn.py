@@ -18,7 +18,7 @@ from kit.figures.memory_bill import MIB, MemoryRow, memory_bill
 from kit.figures.prefill_depth import DepthPoint, DepthSeries, fit_depths, prefill_depth
 from kit.figures.ratio import ratio
 from kit.figures.step_cost import step_cost
-from kit.figures.sweep import from_cells
+from kit.figures.sweep import Sweep, from_cells
 from kit.figures.throughput import throughput
 from kit.figures.timeline_policy import Timeline, timeline_policy
 from kit.figures.waterfall import Ladder, Rung, waterfall
@@ -114,6 +114,21 @@ def test_core_result_changes_are_against_drafting_off() -> None:
     figure = core_result(from_cells(data.cells()))
     assert list(figure.table["c"].unique()) == ["1", "8"]
     assert "gains" in figure.headline and "costs" in figure.headline
+
+
+def test_core_result_says_gain_only_of_a_row_that_is_larger_than_the_noise() -> None:
+    def some(width_2: list[float]) -> Sweep:
+        known = {"off": [100, 101, 99], "w1": [104, 106], "w2": width_2}
+        values = {arm: {8: dict(enumerate(v))} for arm, v in known.items()}
+        return Sweep({a: a for a in known}, [8], {"output_tps": values}, baseline="off")
+
+    figure = core_result(some([60, 193, 400]))
+    assert "gains" not in figure.headline and "no more than the noise (n = 3)" in figure.headline
+    assert list(figure.table["larger than the noise"])[1:] == ["undecided, n = 2", "no"]
+    figure = core_result(some([103, 104, 102]))  # less than width 1 seems to gain, but known to
+    assert "gains 3.0\u00a0%" in figure.headline and "(w2, n = 3)" in figure.headline
+    figure = core_result(some([99, 100]))
+    assert figure.headline.startswith("Undecided at c\u00a0=\u00a08") and "n = 2" in figure.headline
 
 
 def test_core_result_takes_what_was_measured_if_the_usual_loads_were_not() -> None:

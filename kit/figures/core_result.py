@@ -13,7 +13,6 @@ from kit.figures.figure import Figure, NotRecorded, listed, number, percent
 from kit.figures.style import FONT_PT, MUTED, panels, styled, to_svg
 from kit.figures.sweep import Effect, Sweep
 from kit.records.metrics import METRICS
-from kit.records.stats import MIN_REPEATS_FOR_INTERVAL
 
 
 def core_result(
@@ -49,6 +48,7 @@ def core_result(
                     f"{METRICS[metric].title} ({METRICS[metric].unit})": None if e is None else e.mean,
                     "n": 0 if e is None else e.n,
                     "change": None if effect is None else percent(effect.ratio.mean),
+                    "n of the change": None if effect is None else str(effect.ratio.n),
                     "95 % interval": interval,
                     "larger than the noise": None if effect is None else _beyond(effect),
                 }
@@ -62,7 +62,7 @@ def core_result(
         name=name,
         svg=svg,
         headline=_headline(sweep, metric, chosen),
-        caption=f"Changes are against {sweep.label(sweep.baseline)}. "
+        caption=f"Changes are against {sweep.label(sweep.baseline)}; (noise): not larger than it; (?): undecided. "
         + sweep.caption(metric).replace("; faint dots are the repeats", ""),
         alt=f"Bars of {METRICS[metric].title} in {METRICS[metric].unit}. " + ". ".join(texts) + ".",
         table=pd.DataFrame(rows),
@@ -86,7 +86,7 @@ def _bars(axes, sweep: Sweep, metric: str, load: float, arms: list[str]) -> None
         text = f"{e.mean:.1f} {METRICS[metric].unit}"
         effect = sweep.effect(metric, arm, load) if arm != sweep.baseline else None
         if effect is not None:
-            text += f"  {percent(effect.ratio.mean)}" + (" (noise)" if effect.verdict == "noise" else "")
+            text += f"  {percent(effect.ratio.mean)}" + {"noise": " (noise)", "unknown": " (?)"}.get(effect.verdict, "")
         axes.annotate(
             text, (max(e.mean, e.high or 0), y), xytext=(6, 0), textcoords="offset points", va="center",
             fontsize=FONT_PT - 0.5, color=sweep.look(arm).text,
@@ -103,39 +103,40 @@ def _bars(axes, sweep: Sweep, metric: str, load: float, arms: list[str]) -> None
 
 
 def _beyond(effect: Effect) -> str:
-    return {"above": "yes", "below": "yes", "noise": "no", "unknown": "unknown"}[effect.verdict]
+    return {"above": "yes", "below": "yes", "noise": "no", "unknown": f"undecided, n = {effect.ratio.n}"}[
+        effect.verdict
+    ]
 
 
 def _headline(sweep: Sweep, metric: str, loads: Sequence[float]) -> str:
+    """What drafting changes at each load; verdict, value and n are those of the row that is named."""
     parts = []
     for load in loads:
         effects = [e for arm in sweep.others() if (e := sweep.effect(metric, arm, load)) is not None]
-        if not effects:
-            continue
-        best = max(effects, key=lambda e: e.ratio.mean)
-        if len(effects) > 1 and all(e.verdict == "unknown" for e in effects):
-            low = min(effects, key=lambda e: e.ratio.mean)
-            parts.append(
-                f"drafting changes throughput by {percent(low.ratio.mean)} to {percent(best.ratio.mean)} at "
-                f"{sweep.at(load)}"
-            )
-        elif all(e.verdict == "noise" for e in effects):
-            parts.append(f"at {sweep.at(load)} no width differs by more than the noise")
-        elif best.ratio.mean >= 1:
-            parts.append(
-                f"drafting gains {percent(best.ratio.mean).lstrip('+')} at {sweep.at(load)} ({sweep.label(best.arm)})"
-            )
-        elif best.verdict == "noise":
-            parts.append(f"at {sweep.at(load)} the best width ({sweep.label(best.arm)}) only equals drafting off")
-        else:
-            parts.append(
-                f"at {sweep.at(load)} drafting costs {percent(best.ratio.mean).lstrip('−')} even at its best width "
-                f"({sweep.label(best.arm)})"
-                if len(effects) > 1
-                else f"drafting costs {percent(best.ratio.mean).lstrip('−')} at {sweep.at(load)}"
-            )
+        if effects:
+            parts.append(_at(sweep, load, effects))
     text = "; ".join(parts) if parts else "Throughput by draft width"
-    counts = [e.ratio.n for load in loads for arm in sweep.others() if (e := sweep.effect(metric, arm, load))]
-    if parts and counts and min(counts) < MIN_REPEATS_FOR_INTERVAL:
-        text += f" (n = {min(counts)}: the noise is unknown)"
     return text[:1].upper() + text[1:]
+
+
+def _at(sweep: Sweep, load: float, effects: Sequence[Effect]) -> str:
+    above = [e for e in effects if e.verdict == "above"]
+    # A width that is known to gain is named before one that seems to gain more.
+    best = max(above or effects, key=lambda e: e.ratio.mean)
+    change, where, n = percent(best.ratio.mean), sweep.at(load), f"n = {best.ratio.n}"
+    who = sweep.label(best.arm)
+    if above:
+        return f"drafting gains {change.lstrip('+')} at {where} ({who}, {n})"
+    if all(e.verdict == "noise" for e in effects):
+        return f"at {where} no width differs by more than the noise"
+    if best.verdict == "noise":
+        return f"at {where} the best width ({who}, {change}) differs by no more than the noise ({n})"
+    if best.verdict == "unknown":
+        low = min(effects, key=lambda e: e.ratio.mean)
+        if len(effects) > 1 and all(e.verdict == "unknown" and e.ratio.n == best.ratio.n for e in effects):
+            seen = f"{percent(low.ratio.mean)} to {change}"  # no width is singled out
+        else:
+            seen = f"{who} {change}"
+        return f"undecided at {where}: {seen} ({n}: the noise is unknown)"
+    even = f" even at its best width ({who}, {n})" if len(effects) > 1 else f" ({who}, {n})"
+    return f"drafting costs {change.lstrip('−')} at {where}{even}"
