@@ -36,7 +36,7 @@ pdf: $(VENV)/.installed ## Render the report and its PDF from what is recorded
 	$(KIT) report '$(MODEL)' --profile '$(PROFILE)' --measure never --pdf yes
 
 lab: $(VENV)/.installed-lab ## Open the notebooks in JupyterLab
-	$(VENV)/bin/jupyter lab --ServerApp.ip=127.0.0.1 notebooks
+	$(VENV)/bin/jupyter lab --ServerApp.ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 test: $(VENV)/.installed-dev ## Check style and run the tests (no GPU needed)
 	$(VENV)/bin/ruff check .

@@ -24,9 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KitError as error:
         print(f"kit {arguments.verb}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of our output has gone (kit models | head)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output has gone (kit models | head)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        what = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        print(f"kit {arguments.verb}: {what}. Put that right; the same command goes on.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"kit {arguments.verb}: interrupted; finished cells are kept. The same command goes on.", file=sys.stderr)
         return 130

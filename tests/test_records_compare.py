@@ -48,3 +48,10 @@ def test_a_setting_that_varies_within_an_arm_is_shown_with_all_its_values():
     mixed = arm("a", pool=10) + arm("a", pool=20)
     [difference] = compare({"a": mixed, "b": arm("b", pool=10)}).differences
     assert difference.values["a"] == "10 | 20"
+
+
+def test_what_attached_servers_do_not_tell_is_not_taken_for_equal():
+    found = compare({"a": arm("a", engine="openai"), "b": arm("b", engine="openai", draft_width=1)})
+    assert found.isolates is None
+    assert "do not tell may differ" in found.sentence()
+    assert "A/A" not in compare({"a": arm("a", engine="openai"), "b": arm("b", engine="openai")}).sentence()

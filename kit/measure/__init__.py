@@ -11,6 +11,7 @@ a recorded run. ``never`` reads only; ``always`` starts a new run.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ def ensure_all(request: Request, names: Sequence[str] | None = None) -> Found:
     missing: dict[str, str] = {}
     fresh: dict[EngineName, Run] = {}
     for name in names or list(card.experiments):
+        check_settings(card, name)  # a misspelt setting stops everything, before anything is measured
+    for name in names or list(card.experiments):
         experiment = plan.experiment_of(card, name)
         try:
             found[name] = [_ensure_one(request, card, profile, name, experiment, fresh)]
@@ -107,7 +110,7 @@ def serve(model: str, experiment_name: str, arm: str | None, weights: str | None
     if lacking:
         raise KitError(f"{name} cannot be served here: {lacking}")
     path = resolve(card, experiment.engine, weights)
-    with _open_server(experiment, experiment.arm(name), path, plan.LOCAL / model / "serve") as server:
+    with _open_server(experiment, experiment.arm(name), path, plan.LOCAL / model / f"serve-{os.getpid()}") as server:
         print(f"{experiment.arm(name).label}: {server.base_url}/v1 (model {server.model}); Ctrl-C stops it", flush=True)
         try:
             while server.process is None or server.process.poll() is None:
@@ -161,8 +164,36 @@ def _ensure_one(
         run = _new_run(card, profile, experiment.engine, weights, stand_in=request.weights == "standin")
     fresh[experiment.engine] = run
     if not plan.is_complete(run, name, experiment, profile):
-        _runner(experiment.engine)(run, card, name, experiment, profile, weights)
+        try:
+            _runner(experiment.engine)(run, card, name, experiment, profile, weights)
+        except KitError:
+            if not run.cells():  # nothing was measured: leave nothing behind that looks like a run
+                shutil.rmtree(run.folder, ignore_errors=True)
+                fresh.pop(experiment.engine, None)
+            raise
     return run
+
+
+def check_settings(card: ModelCard, name: str) -> None:
+    """Check every arm's settings against its engine's. Raises KitError naming arm, setting and the valid ones."""
+    experiment = plan.experiment_of(card, name)
+    for arm in map(experiment.arm, experiment.arm_names()):
+        try:
+            if experiment.engine == "llamacpp":
+                from kit.engines.llamacpp import LlamaCppSettings
+
+                LlamaCppSettings.checked(model=Path("model.gguf"), **arm.settings)
+            elif experiment.engine == "exllamav3":
+                from kit.measure import prefill
+
+                prefill.own_settings(arm)
+            elif experiment.engine == "sglang":
+                from kit.draftwidth.experiment import RUNNER_SETTINGS
+                from kit.engines.sglang import parse_settings
+
+                parse_settings({k: v for k, v in arm.settings.items() if k not in RUNNER_SETTINGS})
+        except KitError as error:
+            raise KitError(f"data/models/{card.name}.yaml: {name}, arm {arm.name}: {error}") from error
 
 
 def _runner(engine: EngineName) -> Callable[..., None]:

@@ -119,6 +119,11 @@ def measure(
     exllamav3.measure(wanted, deadline_s=first + each * left)
 
 
+def own_settings(arm: Arm) -> ArmSettings:
+    """What is left of an arm's settings without the experiment's. Raises KitError naming the bad one and the valid."""
+    return ArmSettings.of(_own(arm))
+
+
 def _own(arm: Arm) -> Arm:
     """The arm with its own settings only."""
     return arm.model_copy(update={"settings": {k: v for k, v in arm.settings.items() if k not in COMMON}})

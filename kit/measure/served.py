@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from kit.load.traces import WorkloadSpec, kind_of
 from kit.measure import plan
 from kit.records.metrics import METRICS_VERSION
 from kit.records.provenance import workload_hash
-from kit.records.schema import Arm, CellKey, CellRecord, Scalar
+from kit.records.schema import Arm, CellKey, CellRecord, RequestRecord, Scalar
 from kit.records.store import Run
 
 
@@ -122,18 +123,41 @@ def _measure_cell(
         result = run_cell(spec, folder)
         if not result.complete:
             raise KeyboardInterrupt
-        run.append(_record(run, server, engine, arm, cell, result, spec), load_requests(folder))
+        requests = list(load_requests(folder))
+        run.append(_record(run, server, engine, arm, cell, result, requests, spec), requests)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+RAMP_FLAG = "start-up in window"
+"""A client's very first token came after the window had opened: the load was not yet steady."""
+
+
+def in_ramp(requests: Sequence[RequestRecord], window_ns: tuple[int, int]) -> bool:
+    """Whether a closed-loop client had no first token before the window opened."""
+    first: dict[int | None, int] = {}
+    for request in requests:
+        seen = request.chunks[0].t_ns if request.chunks else window_ns[1]
+        first[request.client] = min(seen, first.get(request.client, seen))
+    return any(seen >= window_ns[0] for seen in first.values())
+
+
 def _record(
-    run: Run, server: Server, engine: str, arm: Arm, cell: CellKey, result: DriverResult, spec: LoadSpec
+    run: Run,
+    server: Server,
+    engine: str,
+    arm: Arm,
+    cell: CellKey,
+    result: DriverResult,
+    requests: Sequence[RequestRecord],
+    spec: LoadSpec,
 ) -> CellRecord:
     reason = None
-    if result.counts is not None and result.counts.completed == 0 and not result.metrics.get("output_tps"):
+    if result.counts is not None and result.counts.completed == 0:
         errors = "; ".join(f"{text} ({n}×)" for text, n in result.errors.items())
-        reason = f"no request gave a token in the window{': ' + errors if errors else ''}"
+        reason = f"no request ended in the window of {spec.window_s:g} s: it is too short for this load on this machine"
+        reason += f" ({errors})" if errors else ""
+    ramp = cell.load.kind == "closed" and result.window_ns is not None and in_ramp(requests, result.window_ns)
     asked: dict[str, Scalar] = {
         "burn_in_s": spec.burn_in_s,
         "warm_up_s": spec.warm_up_s,
@@ -156,7 +180,7 @@ def _record(
         window_ns=result.window_ns,
         status="invalid" if reason else "ok",
         reason=reason,
-        flags=sorted({*server.flags, *result.flags}),
+        flags=sorted({*server.flags, *result.flags, *([RAMP_FLAG] if ramp else [])}),
         counts=result.counts,
         metrics=result.metrics,
         server=result.server,

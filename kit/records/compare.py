@@ -38,16 +38,25 @@ class Comparison:
     arms: list[str]
     differences: list[Difference]
     blocking: list[Difference]
+    attached: bool = False
+    """The servers were not started by the kit: what they resolved is known only as far as they tell it."""
 
     @property
     def isolates(self) -> str | None:
-        """The one switch that differs, if it is the only difference."""
-        return self.differences[0].field if len(self.differences) == 1 and not self.blocking else None
+        """The one switch that differs, if it is the only difference and all differences are known."""
+        only = len(self.differences) == 1 and not self.blocking and not self.attached
+        return self.differences[0].field if only else None
 
     def sentence(self) -> str:
         """For a caption: what the comparison shows."""
         if self.blocking:
             return "Not comparable: " + "; ".join(map(str, self.blocking)) + "."
+        if self.attached:
+            told = "; ".join(map(str, self.differences)) or "nothing"
+            return (
+                f"Deployments are compared: of what the attached servers tell of themselves, {told} differs. "
+                "What they do not tell may differ too."
+            )
         if not self.differences:
             return "The arms' resolved settings are equal (an A/A comparison)."
         if self.isolates:
@@ -73,7 +82,8 @@ def compare(cells_by_arm: Mapping[str, Sequence[CellRecord]]) -> Comparison:
         values = {arm: found.get(field) for arm, found in settings.items()}
         if len({_show(value) for value in values.values()}) > 1:
             (blocking if field in BLOCKING else differences).append(Difference(field, values))
-    return Comparison(list(cells_by_arm), differences, blocking)
+    attached = any(cell.resolved.get("engine") == "openai" for cells in cells_by_arm.values() for cell in cells)
+    return Comparison(list(cells_by_arm), differences, blocking, attached)
 
 
 def require_comparable(cells_by_arm: Mapping[str, Sequence[CellRecord]]) -> Comparison:
