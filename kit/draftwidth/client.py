@@ -111,7 +111,15 @@ def _same(values: list[int | None]) -> int | None:
 def get_width(url: str, *, api_key_env: str | None = None, timeout_s: float = 10.0) -> WidthState:
     """The server's width. Raises WidthError if the plugin is not there or cannot work, with the reason."""
     url = url.rstrip("/").removesuffix("/v1")
-    info = request_json("GET", f"{url}/server_info", headers=api_headers(api_key_env), timeout_s=timeout_s)
+    try:
+        info = request_json("GET", f"{url}/server_info", headers=api_headers(api_key_env), timeout_s=timeout_s)
+    except HttpError as error:
+        if error.status != 404:
+            raise
+        raise WidthError(
+            f"{url} is no SGLang server: it has no /server_info. The width of a running server can be changed in "
+            f"SGLang with the {SETTING} plugin: {HOW_TO_ACTIVATE}"
+        ) from error
     states = info.get("internal_states") if isinstance(info, dict) else None
     if not isinstance(states, list) or not states:
         raise WidthError(
