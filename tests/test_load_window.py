@@ -159,6 +159,43 @@ def test_server_figures_are_means_of_gauges_and_differences_of_counters():
     assert measure([], WINDOW, samples=samples[:1]).server["tokens_total"] is None
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_position_that_was_first_accepted_within_the_window_counts_from_0(width: int):
+    """llama.cpp lists a position only once something was accepted there; it lost what the first samples saw."""
+
+    def page(t: float, drafts: int, *accepted: int) -> ServerSample:
+        values = {
+            "llamacpp:spec_decode_num_drafts_total": drafts,
+            "llamacpp:spec_decode_num_draft_tokens_total": drafts * width,
+            "llamacpp:spec_decode_num_accepted_tokens_total": sum(accepted),
+        }
+        return ServerSample(t_ns=round(t * S), values=values | {position(i): n for i, n in enumerate(accepted)})
+
+    def position(index: int) -> str:
+        return f'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{index}"}}'
+
+    counts = {1: [(3,), (8,)], 2: [(3,), (8, 5)]}[width]
+    samples = [page(9, 0), page(11, 0), page(14, 4, *counts[0]), page(19, 10, *counts[1])]
+    measured = measure([], WINDOW, samples=samples)
+    assert [measured.server[position(i)] for i in range(width)] == list(counts[1])
+    if width == 1:
+        assert measured.server[position(0)] / 10 == measured.metrics["acceptance"]
+    # One that was there is counted from where it stood; one sample and an empty page vouch for no start.
+    warm = measure([], WINDOW, samples=samples[2:]).server
+    assert warm[position(0)] == 5
+    lost = [ServerSample(t_ns=11 * S, values={}), samples[-1]]
+    assert measure([], WINDOW, samples=lost).server[position(0)] is None
+    assert measure([], WINDOW, samples=samples[-1:]).server[position(0)] is None
+
+
+def test_a_series_that_a_second_one_renamed_is_no_new_one():
+    samples = [
+        ServerSample(t_ns=11 * S, values={"s:tokens_total": 90}),
+        ServerSample(t_ns=19 * S, values={'s:tokens_total{rank="0"}': 99, 's:tokens_total{rank="1"}': 9}),
+    ]
+    assert set(measure([], WINDOW, samples=samples).server.values()) == {None}
+
+
 def test_input_throughput_leaves_cached_tokens_out():
     one = request(11, [(12, 1, 1)], 1, prompt_tokens=100, cached_tokens=60, server_prompt_s=0.5)
     two = request(11, [(13, 1, 1)], 1, prompt_tokens=60, cached_tokens=0, server_prompt_s=1.5)

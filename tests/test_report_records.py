@@ -113,16 +113,18 @@ def test_the_answer_says_where_each_arm_helps() -> None:
 
 
 def test_the_servers_own_words_are_translated_and_positions_counted() -> None:
-    words = _server_words(
-        {
-            "llamacpp:requests_processing": 3.5,
-            "llamacpp:requests_deferred": 0.5,
-            "llamacpp:spec_decode_num_drafts_total": 200.0,
-            'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 150.0,
-            'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 100.0,
-            "llamacpp:tokens_predicted_total": 1e6,
-        }
-    )
+    server = {
+        "llamacpp:requests_processing": 3.5,
+        "llamacpp:requests_deferred": 0.5,
+        "llamacpp:spec_decode_num_drafts_total": 200.0,
+        "llamacpp:spec_decode_num_accepted_tokens_total": 250.0,
+        'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 150.0,
+        'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 100.0,
+        "llamacpp:tokens_predicted_total": 1e6,
+    }
+    words = _server_words(server)
+    short = _server_words({**server, "llamacpp:spec_decode_num_accepted_tokens_total": 300.0})
+    assert short == {"running": 3.5, "queued": 0.5}, "positions that miss accepted tokens are not shown"
     assert words == {"running": 3.5, "queued": 0.5, "accepted at position 1": 0.75, "accepted at position 2": 0.5}
 
 

@@ -235,7 +235,8 @@ def server_figures(samples: Sequence[ServerSample], window_ns: tuple[int, int]) 
     """The server's own figures over the window: gauges as means, counters as last − first.
 
     Counters are told by name, as Prometheus asks for: ``_total``, ``_sum``, ``_count``, ``_bucket``. Their
-    difference needs two samples; with fewer, or after a restart of the server, it is None.
+    difference needs two samples; with fewer, or after a restart of the server, it is None. A labelled counter that the
+    first sample's page lacks began at 0: servers list such a series only once it has counted something.
     """
     start, end = window_ns
     inside = [s for s in samples if start <= s.t_ns <= end]
@@ -243,11 +244,31 @@ def server_figures(samples: Sequence[ServerSample], window_ns: tuple[int, int]) 
     for name in sorted({name for s in inside for name in s.values}):
         values = [v for s in inside if (v := s.values.get(name)) is not None]
         if re.search(r"_(total|sum|count|bucket)(\{|$)", name):
+            before = [0.0] if _unborn(name, inside[0]) else []
+            values = before + values
             rise = values[-1] - values[0] if len(values) > 1 else None
             figures[name] = rise if rise is not None and rise >= 0 else None
         else:
             figures[name] = ratio(sum(values), len(values))
     return figures
+
+
+def _unborn(name: str, sample: ServerSample) -> bool:
+    """Whether the sample's page was there, yet without this labelled series.
+
+    Only a page that holds figures of the same server says so, and none of the same name by other labels: such a
+    series may be this one, named otherwise while it was the only one (see :mod:`kit.load.samples`).
+    """
+    bare, brace, labels = name.partition("{")
+    if not brace or name in sample.values:
+        return False
+    keys = re.findall(r'(\w+)="', labels)
+    for other in sample.values:
+        same, _, theirs = other.partition("{")
+        if same == bare and re.findall(r'(\w+)="', theirs) != keys:
+            return False
+    source = bare.partition(":")[0]
+    return any(n.partition(":")[0] == source and v is not None for n, v in sample.values.items())
 
 
 def chunk_tokens(request: RequestRecord, tokens: float | None = None) -> list[tuple[int, float, bool]]:

@@ -298,11 +298,16 @@ _PER_POSITION = re.compile(r"spec_decode_num_accepted_tokens_per_pos_total\{posi
 def _server_words(server: Mapping[str, float | None]) -> dict[str, float | None]:
     """The server's figures under the names a reader knows; unknown names are left out."""
     found = {_SERVER_NAMES[name]: value for name, value in server.items() if name in _SERVER_NAMES}
-    drafts = next((v for name, v in server.items() if name.endswith("spec_decode_num_drafts_total")), None)
-    for name, value in server.items():
-        position = _PER_POSITION.search(name)
-        if position and (rate := ratio(value, drafts)) is not None:
-            found[f"accepted at position {int(position[1]) + 1}"] = rate
+    drafts, accepted = (
+        next((v for name, v in server.items() if name.endswith(f"spec_decode_num_{what}_total")), None)
+        for what in ("drafts", "accepted_tokens")
+    )
+    positions = {int(p[1]): value for name, value in server.items() if (p := _PER_POSITION.search(name))}
+    # Records made before a position's first acceptance was counted hold less than all: they say nothing.
+    if accepted is not None and sum(v or 0 for v in positions.values()) == accepted:
+        for position, value in positions.items():
+            if (rate := ratio(value, drafts)) is not None:
+                found[f"accepted at position {position + 1}"] = rate
     steps = server.get("drive.steps")
     for kind, name in _STEP_PARTS.items():
         per_step = ratio(server.get(f"drive.gpu_s.{kind}"), steps)
