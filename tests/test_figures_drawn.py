@@ -110,6 +110,18 @@ def test_ratio_shows_the_value_the_noise_and_the_base() -> None:
     assert "A/A" in figure.caption
 
 
+def test_undecided_points_have_a_mark_of_their_own_that_the_caption_names() -> None:
+    cells = [c for c in data.cells(again=False) if c.cell.load.value != 8 or c.cell.repeat < 2]
+    figure = ratio(from_cells(cells))
+    text = re.sub(r"<[^>]+>", " ", figure.svg)
+    assert text.count("×  ?") + text.count("× ?") == 2
+    assert "filled: larger" in figure.caption and "hollow: not larger" in figure.caption
+    assert "with ?: undecided" in figure.caption
+    assert set(figure.table[figure.table["c"] == "8"]["verdict"]) == {"undecided"}
+    assert "undecided" not in ratio(from_cells(data.cells())).caption
+    assert "(undecided, n = 2)" in throughput(from_cells(cells)).headline
+
+
 def test_core_result_changes_are_against_drafting_off() -> None:
     figure = core_result(from_cells(data.cells()))
     assert list(figure.table["c"].unique()) == ["1", "8"]

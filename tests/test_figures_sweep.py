@@ -46,6 +46,22 @@ def test_no_effect_at_all_is_said_plainly() -> None:
     assert finding(sweep, "output_tps") == "No difference in output throughput larger than the noise at any c measured"
 
 
+def test_points_with_too_few_repeats_are_undecided_and_never_called_noise() -> None:
+    sweep = flat(
+        {
+            "baseline": {1: [100, 104, 97], 4: [200, 201, 202], 8: [400, 401, 402]},
+            "mtp": {1: [101, 98, 103], 4: [150, 260], 8: [700]},
+        }
+    )
+    said = finding(sweep, "output_tps")
+    assert said == (
+        "No difference in output throughput larger than the noise at c\u00a0=\u00a01; "
+        "undecided at c\u00a0=\u00a04 and 8 (n = 1 to 2)"
+    )
+    sweep = flat({"baseline": {1: [100, 101, 99], 8: [400, 401]}, "mtp": {1: [130, 131, 129], 8: [402, 401]}})
+    assert finding(sweep, "output_tps").endswith("; undecided at c\u00a0=\u00a08 (n = 2)")
+
+
 def test_an_effect_inside_the_aa_spread_is_noise_though_its_interval_leaves_out_one() -> None:
     values = {"baseline": {1: [100, 100.1, 99.9]}, "mtp": {1: [102, 102.1, 101.9]}}
     assert flat(values).effect("output_tps", "mtp", 1).verdict == "above"

@@ -12,6 +12,7 @@ from kit.figures.figure import Figure, NotRecorded, listed, number, times
 from kit.figures.style import BAND, FONT_PT, GRID, MUTED, canvas, styled, to_svg
 from kit.figures.sweep import Effect, Sweep, finding
 from kit.records.metrics import METRICS
+from kit.records.stats import MIN_REPEATS_FOR_INTERVAL
 
 _TICKS = [0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7, 10, 20, 50]
 _ROW = 0.27
@@ -77,12 +78,11 @@ def ratio(sweep: Sweep, metric: str = "output_tps", name: str = "ratio") -> Figu
     texts = [f"{sweep.label(e.arm)} {times(e.ratio.mean)} at {sweep.at(e.load)}" for e in effects]
     band = (
         f" The grey band is the largest ratio between two measurements of the same arm ({sweep.label(sweep.twin[0])},"
-        " A/A); hollow marks are not larger than the noise."
+        " A/A), at the loads where it was measured twice."
         if sweep.twin
-        else " No arm was measured twice, so there is no A/A noise band; hollow marks have an interval that covers 1×."
-        if any(e.ratio.low is not None for e in effects)
-        else ""
+        else " No arm was measured twice, so there is no A/A noise band."
     )
+    band += _key({e.verdict for e in effects})
     paired = ", paired by repeat" if sweep.count(metric)[1] > 1 else ""
     return Figure(
         name=name,
@@ -112,18 +112,33 @@ def _limits(effects: list[Effect]) -> tuple[float, float]:
     return math.exp(left), math.exp(right)
 
 
+def _key(verdicts: set[str]) -> str:
+    """What the marks that are drawn mean."""
+    marks = []
+    if verdicts & {"above", "below"}:
+        marks.append("filled: larger than the noise")
+    if "noise" in verdicts:
+        marks.append("hollow: not larger than the noise (its interval covers 1×, or it lies in the band)")
+    if "unknown" in verdicts:
+        marks.append(f"faint, dotted, with ?: undecided, fewer than {MIN_REPEATS_FOR_INTERVAL} repeats")
+    return f" Marks: {'; '.join(marks)}."
+
+
 def _dumbbell(axes, sweep: Sweep, effect: Effect, y: float) -> None:  # noqa: ANN001 (matplotlib Axes)
     look = sweep.look(effect.arm)
     value = effect.ratio.mean
-    quiet = effect.verdict == "noise"
-    axes.plot([1, value], [y, y], color=look.color, lw=2.2, alpha=0.45 if quiet else 1, zorder=3, solid_capstyle="butt")
+    quiet, unknown = effect.verdict == "noise", effect.verdict == "unknown"
+    axes.plot(
+        [1, value], [y, y], color=look.color, lw=1.2 if unknown else 2.2, ls=":" if unknown else "-",
+        alpha=0.35 if unknown else 0.45 if quiet else 1, zorder=3, solid_capstyle="butt",
+    )  # fmt: skip
     if effect.ratio.low is not None and effect.ratio.high is not None:
         axes.plot([effect.ratio.low, effect.ratio.high], [y, y], color=look.color, lw=0.9, zorder=3)
         for edge in (effect.ratio.low, effect.ratio.high):
             axes.plot([edge, edge], [y - 0.18, y + 0.18], color=look.color, lw=0.9, zorder=3)
     axes.plot(
-        [value], [y], marker=look.marker, color=look.color, markersize=7, zorder=4,
-        markerfacecolor="white" if quiet else look.color,
+        [value], [y], marker=look.marker, color=look.color, markersize=5.5 if unknown else 7, zorder=4,
+        markerfacecolor="white" if quiet or unknown else look.color, alpha=0.45 if unknown else 1,
     )  # fmt: skip
     right = value >= 1
     edge = value
@@ -132,8 +147,9 @@ def _dumbbell(axes, sweep: Sweep, effect: Effect, y: float) -> None:  # noqa: AN
     if not right and effect.ratio.low is not None:
         edge = min(value, effect.ratio.low)
     axes.annotate(
-        times(value), (edge, y), xytext=(8 if right else -8, 0), textcoords="offset points",
-        ha="left" if right else "right", va="center", color=MUTED if quiet else look.text, fontsize=FONT_PT - 0.5,
+        times(value) + (" ?" if unknown else ""), (edge, y), xytext=(8 if right else -8, 0),
+        textcoords="offset points", ha="left" if right else "right", va="center",
+        color=MUTED if quiet or unknown else look.text, fontsize=FONT_PT - 0.5,
     )  # fmt: skip
 
 
@@ -152,7 +168,7 @@ def _legend(axes, sweep: Sweep, arms: list[str], band: bool) -> None:  # noqa: A
 
 
 def _table(sweep: Sweep, metric: str, effects: list[Effect]) -> pd.DataFrame:
-    words = {"above": "above 1×", "below": "below 1×", "noise": "not larger than the noise", "unknown": "unknown"}
+    words = {"above": "above 1×", "below": "below 1×", "noise": "not larger than the noise", "unknown": "undecided"}
     rows = []
     for e in effects:
         base = sweep.estimate(metric, sweep.baseline or "", e.load)

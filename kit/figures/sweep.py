@@ -337,8 +337,15 @@ def finding(sweep: Sweep, metric: str, quantity: str | None = None) -> str:
         return f"{sentence_case(quantity)} against {base}: {' and '.join(parts)}; n = {n}, so the noise is unknown"
     above = [e for e in effects if e.verdict == "above"]
     below = [e for e in effects if e.verdict == "below"]
+    open_ = undecided(sweep, effects)
     if not above and not below:
-        return f"No difference in {quantity} larger than the noise at any {sweep.load_letter} measured"
+        if not open_:
+            return f"No difference in {quantity} larger than the noise at any {sweep.load_letter} measured"
+        undecided_at = {e.load for e in effects if e.verdict == "unknown"}
+        quiet = [load for load in sweep.loads if load not in undecided_at and any(e.load == load for e in effects)]
+        where = f"{sweep.load_letter}\u00a0=\u00a0{listed([f'{q:g}' for q in quiet])}"
+        none = f"No difference in {quantity} larger than the noise at {where}; " if quiet else f"{quantity}: "
+        return sentence_case(none + open_)
     parts = []
     if above:
         top = max(above, key=lambda e: e.ratio.mean)
@@ -351,12 +358,26 @@ def finding(sweep: Sweep, metric: str, quantity: str | None = None) -> str:
         tail = "" if above else f" the {quantity} of {base}"
         parts.append(f"{who}at {sweep.at(low.load)}: {times(low.ratio.mean)}{tail}")
     quiet = [load for load in sweep.loads if not any(e.load == load for e in above + below)]
-    quiet = [load for load in quiet if any(e.load == load and e.verdict == "noise" for e in effects)]
+    quiet = [q for q in quiet if {e.verdict for e in effects if e.load == q} == {"noise"}]
     text = "; ".join(parts)
     if quiet:
         where = listed([f"{q:g}" for q in quiet])
         text += f"; no difference larger than the noise at {sweep.load_letter}\u00a0=\u00a0{where}"
+    if open_:
+        text += f"; {open_}"
     return sentence_case(text)
+
+
+def undecided(sweep: Sweep, effects: Sequence[Effect]) -> str:
+    """ "undecided at c = 2 and 4 (n = 2)", of arms with too few repeats there; empty where all is decided."""
+    found = [e for e in effects if e.verdict == "unknown"]
+    if not found:
+        return ""
+    where = f"{sweep.load_letter}\u00a0=\u00a0{listed([f'{load:g}' for load in sorted({e.load for e in found})])}"
+    arms = list(dict.fromkeys(e.arm for e in found))
+    who = "" if {e.arm for e in effects} == set(arms) else f"{listed([sweep.label(a) for a in arms])}, "
+    counts = sorted({e.ratio.n for e in found})
+    return f"undecided at {where} ({who}n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))})"
 
 
 def ratio_text(effect: Effect) -> str:

@@ -6,6 +6,7 @@ from kit.figures.figure import Figure, NotRecorded, listed, number
 from kit.figures.lines import draw_lines, line_table
 from kit.figures.style import panels, styled, to_svg
 from kit.figures.sweep import Sweep, finding, sentence_case
+from kit.records.stats import MIN_REPEATS_FOR_INTERVAL
 
 
 def throughput(sweep: Sweep, metric: str = "output_tps", name: str = "throughput") -> Figure:
@@ -48,7 +49,8 @@ def _headline(sweep: Sweep, metric: str) -> str:
     parts = []
     for load in dict.fromkeys((sweep.loads[0], sweep.loads[-1])):
         means = {arm: e.mean for arm in sweep.arms if (e := sweep.estimate(metric, arm, load))}
-        verdicts = {arm: e.verdict for arm in sweep.others() if (e := sweep.effect(metric, arm, load))}
+        effects = {arm: e for arm in sweep.others() if (e := sweep.effect(metric, arm, load))}
+        verdicts = {arm: e.verdict for arm, e in effects.items()}
         if not means or not verdicts:
             continue
         best = max(means, key=lambda arm: means[arm])
@@ -59,8 +61,18 @@ def _headline(sweep: Sweep, metric: str) -> str:
             base = f"{sweep.label(sweep.baseline)} ({number(means[sweep.baseline])} tok/s)"
             parts.append(f"at {sweep.at(load)} no arm beats {base}")
         else:
-            parts.append(f"most output at {sweep.at(load)}: {sweep.label(best)}, {number(means[best])} tok/s")
+            few = [e.ratio.n for arm, e in effects.items() if e.verdict == "unknown" and best in (arm, sweep.baseline)]
+            parts.append(
+                f"most output at {sweep.at(load)}: {sweep.label(best)}, {number(means[best])} tok/s"
+                + (
+                    f" (undecided, n = {min(few)})"
+                    if few and sweep.count(metric)[1] >= MIN_REPEATS_FOR_INTERVAL
+                    else ""
+                )
+            )
     if not parts:
         return finding(sweep, metric)
     n = sweep.count(metric)[1]
-    return sentence_case("; ".join(parts)) + (f" (n = {n}, so the noise is unknown)" if n < 3 else "")
+    return sentence_case("; ".join(parts)) + (
+        f" (n = {n}, so the noise is unknown)" if n < MIN_REPEATS_FOR_INTERVAL else ""
+    )
