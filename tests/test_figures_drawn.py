@@ -10,6 +10,7 @@ import figures_data as data
 import pytest
 
 from kit.figures.acceptance import acceptance
+from kit.figures.arms import arms
 from kit.figures.core_result import core_result
 from kit.figures.figure import Figure, NotRecorded, number, percent, ranges, times
 from kit.figures.goodput import goodput
@@ -120,6 +121,15 @@ def test_undecided_points_have_a_mark_of_their_own_that_the_caption_names() -> N
     assert set(figure.table[figure.table["c"] == "8"]["verdict"]) == {"undecided"}
     assert "undecided" not in ratio(from_cells(data.cells())).caption
     assert "(undecided, n = 2)" in throughput(from_cells(cells)).headline
+
+
+def test_an_interval_of_a_throughput_ends_at_0() -> None:
+    sweep = Sweep({"a": "A", "b": "B"}, [8], {"output_tps": {
+        "a": {8: {0: 10.0, 1: 90.0, 2: 30.0}}, "b": {8: {0: 30.0, 1: 31.0, 2: 32.0}}}}, baseline="b")  # fmt: skip
+    assert sweep.estimate("output_tps", "a", 8).low < 0
+    for figure in (throughput(sweep), arms(sweep, "output_tps", relative=False)):
+        first, second = figure.table["95 % interval"]
+        assert first == "0 (clipped) to 147" and second == "28.5 to 33.5"
 
 
 def test_core_result_changes_are_against_drafting_off() -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kit.figures.figure import TOO_FEW, Figure, NotRecorded, listed, number, percent, times
+from kit.figures.figure import TOO_FEW, Figure, NotRecorded, interval_text, listed, number, percent, times
 from kit.figures.style import BLUE, FONT_PT, GRID, INK, MUTED, RED, Look, panels, styled, to_svg
 from kit.figures.sweep import Sweep
 from kit.records.metrics import METRICS
@@ -186,8 +186,9 @@ def _panel(
 
 def _spread(axes: Axes, y: float, estimate: Estimate, dots: Sequence[float], look: Look) -> None:
     if estimate.low is not None and estimate.high is not None:
-        axes.plot([estimate.low, estimate.high], [y, y], color=INK, lw=0.9, zorder=5)
-        for edge in (estimate.low, estimate.high):
+        low = max(0.0, estimate.low)  # no quantity here can be below
+        axes.plot([low, estimate.high], [y, y], color=INK, lw=0.9, zorder=5)
+        for edge in (low, estimate.high):
             axes.plot([edge, edge], [y - 0.06, y + 0.06], color=INK, lw=0.9, zorder=5)
     if len(dots) > 1:
         axes.plot(dots, [y] * len(dots), ".", color=look.text, alpha=0.45, markersize=5, zorder=6)
@@ -249,9 +250,7 @@ def _table(sweep: Sweep, metric: str, rows: dict[float, list[Row]], relative: bo
                     sweep.load_letter: f"{load:,.0f}",
                     value: absolute.mean if absolute else None,
                     "÷ baseline": round(ratio.mean, 3) if ratio else None,
-                    "95 % interval": f"{number(interval.low)} to {number(interval.high)}"
-                    if interval and interval.low is not None and interval.high is not None
-                    else None,
+                    "95 % interval": interval_text(interval.low, interval.high) if interval else None,
                     "n": absolute.n if absolute else 0,
                 }
             )

@@ -139,6 +139,13 @@ def number(value: float, digits: int = 3) -> str:
     return text.replace("-", "−")
 
 
+def interval_text(low: float | None, high: float | None) -> str | None:
+    """The interval of a quantity that cannot be below 0; one that reaches there is cut, and says so."""
+    if low is None or high is None:
+        return None
+    return f"0 (clipped) to {number(high)}" if low < 0 else f"{number(low)} to {number(high)}"
+
+
 def times(value: float) -> str:
     """A ratio: 1.21×, with a third decimal only where it is needed to tell it from 1."""
     decimals = 3 if 0 < abs(value - 1) < 0.005 else 2

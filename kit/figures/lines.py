@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from kit.figures.figure import number
+from kit.figures.figure import interval_text
 from kit.figures.style import end_labels, load_axis
 from kit.figures.sweep import Sweep
 from kit.records.metrics import METRICS
@@ -63,8 +63,7 @@ def line_table(sweep: Sweep, metrics: list[str]) -> pd.DataFrame:
                 row[title] = None if e is None else e.mean
                 found = found or e is not None
                 if len(metrics) == 1:
-                    has_interval = e is not None and e.low is not None and e.high is not None
-                    row["95 % interval"] = f"{number(e.low)} to {number(e.high)}" if has_interval else None
+                    row["95 % interval"] = None if e is None else interval_text(e.low, e.high)
                     row["n"] = e.n if e is not None else 0
                     effect = sweep.effect(metric, arm, load) if arm != sweep.baseline else None
                     row["÷ baseline"] = None if effect is None else round(effect.ratio.mean, 3)

@@ -150,7 +150,8 @@ def _panel(axes: Axes, group: Sequence[DepthSeries], height: float, titled: bool
                   lw=0 if s.fit else 1.8)  # fmt: skip
         for x, e, p in zip(xs, es, points, strict=True):
             if e and e.low is not None and e.high is not None:
-                axes.errorbar([x], [e.mean], yerr=[[e.mean - e.low], [e.high - e.mean]], fmt="none", ecolor=look.color,
+                below = e.mean - max(0.0, e.low)
+                axes.errorbar([x], [e.mean], yerr=[[below], [e.high - e.mean]], fmt="none", ecolor=look.color,
                               elinewidth=1.1, capsize=2.5, zorder=2)  # fmt: skip
             if len(p.input_tps) > 1:
                 axes.plot([x] * len(p.input_tps), p.input_tps, ".", color=look.color, alpha=0.35, markersize=5)
