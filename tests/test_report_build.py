@@ -116,6 +116,13 @@ def test_findings_come_first_and_sources_last(report: Path) -> None:
     assert "Not drawn: goodput was not recorded" in text
 
 
+def test_the_same_notebook_of_another_model_has_a_title_of_its_own(tmp_path: Path) -> None:
+    books = [notebook(tmp_path / f"{name}.ipynb", "1", title="Why?") for name in ("one", "two")]
+    text = render(books, "t", "m", apart={book: "B & C" for book in books})
+    assert "Why? (B &amp; C)</h2>" in text
+    assert text.count(">Why?</a>") == 1 and text.count(">Why? (B &amp; C)</a>") == 1
+
+
 def test_code_is_hidden_and_printed_text_is_escaped(report: Path) -> None:
     text = report.read_text()
     assert "nb.answer(" not in text and "import notebook" not in text

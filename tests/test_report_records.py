@@ -7,10 +7,10 @@ from pathlib import Path
 import figures_data as data
 
 from kit.figures.sweep import from_cells
-from kit.records.schema import Counts
+from kit.records.schema import Counts, Gpu, Provenance
 from kit.report.limits import limits, limits_html
 from kit.report.method import identical, method, method_html, outputs_by_arm
-from kit.report.notebook import Evidence, _server_words, verdicts
+from kit.report.notebook import Evidence, _server_words, verdicts, when_and_where
 
 
 def joined(**changes) -> str:
@@ -136,3 +136,15 @@ def test_short_notes_follow_every_figure_and_long_ones_stand_in_the_method_table
     rows = dict(method(evidence.run_records, evidence.cells))
     assert long in rows["Notes"]
     assert rows["What differs"] == "draft_width (baseline: 0, mtp-1: 1, mtp-2: 2)"
+
+
+def test_the_badge_names_the_gpus_that_were_used_not_those_of_the_machine() -> None:
+    two = data.run_record(provenance=Provenance(gpus=[Gpu(name="G")] * 2))
+
+    def said(**resolved: object) -> str:
+        return when_and_where(two, [data.cell("baseline", 1, 0, resolved=resolved)])
+
+    assert said(layout="tp1") == "2026-01-01 on 1 × G (of a machine with 2)"
+    assert said(layout="one GPU", gpus=1) == "2026-01-01 on 1 × G (of a machine with 2)"
+    assert said(layout="tp2") == said(layout="layer split", gpus=2) == "2026-01-01 on 2 × G"
+    assert said(layout="pd:tp1+tp1") == said() == when_and_where(two) == "2026-01-01 on a machine with 2 × G"

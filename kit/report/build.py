@@ -23,11 +23,15 @@ NOTEBOOKS = ROOT / "notebooks"
 
 @dataclass(frozen=True)
 class Section:
-    """A notebook drawn for another card than the page's. ``note`` stands at its top: whose records, from where."""
+    """A notebook drawn for another card than the page's. ``note`` stands at its top: whose records, from where.
+
+    ``of`` tells its title from that of the same notebook drawn for the page's own card.
+    """
 
     notebook: str | Path
     model: str
     note: str
+    of: str = ""
 
 
 def build(
@@ -58,15 +62,18 @@ def build(
         paths, {**(params or {}), "MODEL": model} if _any_takes_model(paths) else dict(params or {})
     )
     executed: dict[Path, str] = {}
+    apart: dict[Path, str] = {}
     for section, path in zip(sections, paths, strict=True):
         own = section.model == model
         target = out / (path.name if own else f"{path.stem}.{section.model}.ipynb")
         print(f"{target.stem}: running the notebook", file=sys.stderr, flush=True)
         mine = given[path] | ({"MODEL": section.model} if "MODEL" in given[path] else {})
-        executed[execute(path, target, mine)] = section.note
+        made = execute(path, target, mine)
+        executed[made], apart[made] = section.note, section.of
     page = out / "index.html"
     partial = out / "index.partial.html"
-    partial.write_text(render(list(executed), title or _title(model), model, missing, executed), encoding="utf-8")
+    text = render(list(executed), title or _title(model), model, missing, executed, apart)
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, page)
     if pdf:
         from kit.report.pdf import print_pdf

@@ -96,14 +96,22 @@ def related_sections(name: str) -> list[Section]:
     drawn, missing = drawable(card, {e: found for e, found in runs.items() if found})
     for experiment, reason in missing.items():
         print(f"{name} / {experiment} is not on the page: {reason}", file=sys.stderr)
-    return [
-        Section(notebook, name, _note(card, [run for e in experiments for run in runs[e]]))
-        for notebook, experiments in drawn.items()
-    ]
+    used = {notebook: [run for e in experiments for run in runs[e]] for notebook, experiments in drawn.items()}
+    return [Section(notebook, name, _note(card, found), _of(card, found)) for notebook, found in used.items()]
+
+
+_ENGINES = {"llamacpp": "llama.cpp", "sglang": "SGLang", "exllamav3": "ExLlamaV3"}
+
+
+def _of(card: ModelCard, runs: Sequence[Run]) -> str:
+    """Model and engine: the card's title as far as its brackets, and the engines of its runs."""
+    engines = dict.fromkeys(_ENGINES.get(run.record.engine, run.record.engine) for run in runs)
+    return ", ".join([card.title.partition(" (")[0], *engines])
 
 
 def _note(card: ModelCard, runs: Sequence[Run]) -> str:
     """Whose records, made when and where."""
     where = ("measured here" if plan.LOCAL in run.folder.parents else "recorded" for run in runs)
-    made = dict.fromkeys(f"{how} {when_and_where(run.record)}" for how, run in zip(where, runs, strict=True))
+    said = (when_and_where(run.record, list(run.cells())) for run in runs)
+    made = dict.fromkeys(f"{how} {text}" for how, text in zip(where, said, strict=True))
     return f"From MODEL={card.name} ({card.title}), not measured for this page: {'; '.join(made)}."

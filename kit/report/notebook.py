@@ -9,6 +9,7 @@ Everything shown is HTML with all texts of records and models escaped.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,10 @@ class Evidence:
     @cached_property
     def cells(self) -> list[CellRecord]:
         """All cells of the experiment, in the order measured."""
-        return [cell for run in self.runs for cell in run.cells() if cell.cell.experiment == self.experiment]
+        return [cell for run in self.runs for cell in self._cells_of(run)]
+
+    def _cells_of(self, run: Run) -> list[CellRecord]:
+        return [cell for cell in run.cells() if cell.cell.experiment == self.experiment]
 
     @property
     def run_records(self) -> list[RunRecord]:
@@ -84,7 +88,7 @@ class Evidence:
             if record.stand_in:
                 found.append("stand-in model")
             if "runs" in run.folder.parts[-3:-1]:
-                found.append(f"recorded {when_and_where(record)}")
+                found.append(f"recorded {when_and_where(record, self._cells_of(run))}")
             # A note of a sentence or more belongs into the method table; a word follows every number.
             found.extend(n for n in record.notes if len(n) <= 40 or "forced" in n or "simulated" in n)
         return list(dict.fromkeys(found))
@@ -119,11 +123,36 @@ class Evidence:
         return _method.identical(_method.outputs_by_arm(pairs), self.baseline or "baseline")
 
 
-def when_and_where(record: RunRecord) -> str:
-    """The day of a run and its machine: 2026-11-29 on 2 × NVIDIA H200."""
+def when_and_where(record: RunRecord, cells: Sequence[CellRecord] = ()) -> str:
+    """The day of a run and the GPUs its cells used: 2026-11-29 on 1 × NVIDIA H200 (of a machine with 2).
+
+    Where the cells do not say how many, the machine alone is named.
+    """
     gpus = [g.name for g in record.provenance.gpus]
-    where = ", ".join(f"{gpus.count(g)} × {g}" for g in dict.fromkeys(gpus)) or record.provenance.cpu or ""
-    return f"{record.created_at:%Y-%m-%d}" + (f" on {where}" if where else "")
+    machine = ", ".join(f"{gpus.count(g)} × {g}" for g in dict.fromkeys(gpus))
+    used = max(counts) if cells and None not in (counts := {gpus_used(c) for c in cells}) else None
+    if not machine:
+        where = f"on {record.provenance.cpu}" if record.provenance.cpu else ""
+    elif used == len(gpus) or len(gpus) == 1:
+        where = f"on {machine}"
+    elif used is None or len(set(gpus)) > 1 or used > len(gpus):
+        where = f"on a machine with {machine}"
+    else:
+        where = f"on {used} × {gpus[0]} (of a machine with {len(gpus)})"
+    return f"{record.created_at:%Y-%m-%d} {where}".strip()
+
+
+_LAYOUT_SIZE = re.compile(r"(?:tp|pp|dp)(\d+)")
+
+
+def gpus_used(cell: CellRecord) -> int | None:
+    """GPUs that the cell's deployment ran on, as its record tells by count or by layout (tp2pp4); else None."""
+    told, layout = cell.resolved.get("gpus"), str(cell.resolved.get("layout") or "")
+    if isinstance(told, int) and not isinstance(told, bool):
+        return told
+    if not re.fullmatch(r"(?:(?:tp|pp|dp)\d+)+", layout):
+        return None
+    return math.prod(int(size) for size in _LAYOUT_SIZE.findall(layout))
 
 
 def records(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 
 from kit.errors import KitError
@@ -51,8 +52,11 @@ def render(
     model: str,
     missing: Mapping[str, str] | None = None,
     notes: Mapping[Path, str] | None = None,
+    apart: Mapping[Path, str] | None = None,
 ) -> str:
     """The whole page as HTML text; ``missing`` experiments are told with their reason, ``notes`` top their notebooks.
+
+    ``apart``: of what a notebook is, added to its title where an earlier chapter has the same.
 
     Raises KitError for a file that is not an executed notebook.
     """
@@ -61,6 +65,9 @@ def render(
     chapters = []
     for path in notebooks:
         chapter = replace(_chapter(path), note=(notes or {}).get(path, ""))
+        # A notebook drawn of several models' records has one title: what it is of tells them apart.
+        if any(chapter.title == other.title for other in chapters) and (of := (apart or {}).get(path)):
+            chapter = replace(chapter, title=f"{chapter.title} ({of})", body=_title_says(chapter.body, of))
         # Two notebooks may draw a figure of the same name: ids on the page must differ.
         chapters.append(_unique_ids(chapter, chapters))
     sources = list(dict.fromkeys(s for c in chapters for f in c.findings for s in f.sources))
@@ -96,6 +103,11 @@ def _chapter(path: Path) -> Chapter:
                 found.append(Finding(meta["headline"], meta["anchor"], tuple(meta.get("sources", ()))))
     title = notebook.metadata.get("title") or path.stem.replace("_", " ").capitalize()
     return Chapter(title, f"chapter-{_slug(path.stem)}", _shift_headings(body), tuple(found), path.name)
+
+
+def _title_says(body: str, of: str) -> str:
+    """The body with ``of`` behind its first heading."""
+    return re.sub(r"(<h2\b[^>]*>.*?)(</h2>)", lambda m: f"{m[1]} ({escape(of)}){m[2]}", body, count=1, flags=re.DOTALL)
 
 
 def _shift_headings(body: str) -> str:
