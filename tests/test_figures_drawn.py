@@ -164,6 +164,9 @@ def test_step_cost_follows_from_rate_and_tokens_per_step() -> None:
     assert row["tokens per step"] == pytest.approx(1.75)
     assert row["cost of a step (× plain)"] == pytest.approx(1.75 / 0.88, rel=0.02)
     assert row["pays"] == "no"
+    assert set(table[table["c"] == "4"]["pays"]) == {"undecided"}, "the rates are equal within the noise"
+    few = step_cost(from_cells(data.cells(repeats=2, again=False)))
+    assert set(few.table["pays"]) == {"undecided"} and "not about the service's throughput" in few.caption
 
 
 def test_what_was_not_recorded_is_refused_not_drawn_as_zero() -> None:

@@ -17,6 +17,7 @@ from kit.figures.figure import Figure, NotRecorded, number, times
 from kit.figures.lines import draw_lines
 from kit.figures.style import MUTED, Look, panels, styled, to_svg
 from kit.figures.sweep import Sweep
+from kit.records.stats import ratio_estimate
 
 YIELD, COST = "tokens_per_step", "decode_rate_p50"
 
@@ -67,7 +68,7 @@ def step_cost(sweep: Sweep, name: str = "step-cost") -> Figure:
                         sweep.load_letter: f"{load:g}",
                         "tokens per step": got.mean,
                         "cost of a step (× plain)": paid.mean,
-                        "pays": "yes" if got.mean > paid.mean else "no",
+                        "pays": _pays(yields[arm][load], costs[arm][load]),
                         "n": got.n,
                     }
                 )
@@ -87,7 +88,8 @@ def step_cost(sweep: Sweep, name: str = "step-cost") -> Figure:
         name=name,
         svg=svg,
         headline=headline,
-        caption="Drafting speeds a stream up while its step yields more tokens than it costs. The cost is not "
+        caption="This is about the rate of one stream, not about the service's throughput. "
+        "Drafting speeds a stream up while its step yields more tokens than it costs. The cost is not "
         "measured directly: it follows from tokens per step and the per-stream decode rates (median) of the arm and "
         "the baseline, and holds everything that lengthens a step. " + sweep.caption(COST),
         alt="Line charts of tokens per verify step and of the relative cost of a step against load.",
@@ -96,6 +98,17 @@ def step_cost(sweep: Sweep, name: str = "step-cost") -> Figure:
         n=sweep.n_text(COST),
         flags=sweep.flags,
     )
+
+
+def _pays(got: dict[int, float | None], paid: dict[int, float | None]) -> str:
+    """Whether a step yields more than it costs; undecided where repeats are too few, or the interval of their ratio holds 1.
+
+    Yield ÷ cost is the ratio of the decode rates, paired by repeat.
+    """
+    found = ratio_estimate(got, paid)
+    if found is None or found.low is None or found.high is None or found.low <= 1 <= found.high:
+        return "undecided"
+    return "yes" if found.mean > 1 else "no"
 
 
 def _mean(by_load: dict[float, dict[int, float | None]], load: float) -> float:
