@@ -190,6 +190,18 @@ def test_a_partly_recorded_metric_keeps_its_gaps() -> None:
     assert "8" not in set(table["c"])
 
 
+def test_a_p99_of_few_requests_is_flagged_and_a_ratio_has_its_own_n() -> None:
+    figure = latency(from_cells(data.cells()))  # 9 requests ended in every window
+    assert "as few as 9 at c\u00a0=\u00a01" in figure.caption
+    assert set(figure.table["requests ended, fewest"]) == {"9 (few for a p99)"}
+    many = [c.model_copy(update={"counts": c.counts.model_copy(update={"completed": 40})}) for c in data.cells()]
+    assert "Fewer than" not in latency(from_cells(many)).caption
+    cells = [c for c in data.cells() if (c.cell.arm, c.cell.repeat) != ("baseline", 2)]
+    table = throughput(from_cells(cells)).table
+    assert set(table[table["arm"] == "MTP, width 1"]["n"]) == {3}
+    assert set(table[table["arm"] == "MTP, width 1"]["n of the ratio"]) == {"2"}
+
+
 def test_goodput_is_drawn_with_its_targets() -> None:
     cells = [
         c.model_copy(update={"metrics": {**c.metrics, "goodput": c.cell.load.value / 2, "attainment": 0.9}})

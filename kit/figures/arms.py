@@ -252,6 +252,7 @@ def _table(sweep: Sweep, metric: str, rows: dict[float, list[Row]], relative: bo
                     "÷ baseline": round(ratio.mean, 3) if ratio else None,
                     "95 % interval": interval_text(interval.low, interval.high) if interval else None,
                     "n": absolute.n if absolute else 0,
+                    "n of the ratio": str(ratio.n) if ratio else None,
                 }
             )
     return pd.DataFrame(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kit.figures.figure import Figure, NotRecorded, listed, number
-from kit.figures.lines import draw_lines, line_table
+from kit.figures.lines import FEW_REQUESTS, draw_lines, line_table
 from kit.figures.style import panels, styled, to_svg
 from kit.figures.sweep import Sweep, finding
 from kit.records.metrics import METRICS
@@ -31,6 +31,8 @@ def latency(sweep: Sweep, metrics: Sequence[str] = FIRST_TOKEN, name: str = "lat
             draw_lines(axes, sweep, metric, title, height, last=metric == found[-1])
         svg = to_svg(figure, name)
     caption = sweep.caption(found[0])
+    if any(metric.endswith("_p99") for metric in found):
+        caption += _few_requests(sweep)
     if missing:
         caption += f" Not recorded: {listed(missing)}."
     texts = []
@@ -52,4 +54,21 @@ def latency(sweep: Sweep, metrics: Sequence[str] = FIRST_TOKEN, name: str = "lat
         sources=sweep.sources,
         n=sweep.n_text(found[0]),
         flags=sweep.flags,
+    )
+
+
+def _few_requests(sweep: Sweep) -> str:
+    """Where a p99 rests on few requests, by load."""
+    fewest = {
+        load: min(known)
+        for load in sweep.loads
+        if (known := [n for arm in sweep.arms if (n := sweep.requests.get(arm, {}).get(load)) is not None])
+        and min(known) < FEW_REQUESTS
+    }
+    if not fewest:
+        return ""
+    where = listed([f"{n} at {sweep.at(load)}" for load, n in fewest.items()])
+    return (
+        f" Fewer than {FEW_REQUESTS} requests ended in some windows (as few as {where}): a p99 of so few is little "
+        "else than their largest value."
     )

@@ -15,6 +15,10 @@ _AXES_SHARE = 0.74
 """Share of a panel's height that is left for the axes under constrained layout (for spacing labels only)."""
 
 
+FEW_REQUESTS = 10
+"""Below so many, a 99th percentile is little else than the largest value."""
+
+
 def draw_lines(
     axes: Axes, sweep: Sweep, metric: str, y_title: str, height_in: float, last: bool = True, top: float | None = None
 ) -> None:
@@ -67,6 +71,13 @@ def line_table(sweep: Sweep, metrics: list[str]) -> pd.DataFrame:
                     row["n"] = e.n if e is not None else 0
                     effect = sweep.effect(metric, arm, load) if arm != sweep.baseline else None
                     row["÷ baseline"] = None if effect is None else round(effect.ratio.mean, 3)
+                    row["n of the ratio"] = None if effect is None else str(effect.ratio.n)
+            if any(metric.endswith("_p99") for metric in metrics) and sweep.requests:
+                ended = sweep.requests.get(arm, {}).get(load)
+                few = ended is not None and ended < FEW_REQUESTS
+                row["requests ended, fewest"] = (
+                    None if ended is None else f"{ended}" + (" (few for a p99)" if few else "")
+                )
             if found:
                 rows.append(row)
     return pd.DataFrame(rows)

@@ -101,7 +101,7 @@ def step_cost(sweep: Sweep, name: str = "step-cost") -> Figure:
 
 
 def _pays(got: dict[int, float | None], paid: dict[int, float | None]) -> str:
-    """Whether a step yields more than it costs; undecided where repeats are too few, or the interval of their ratio holds 1.
+    """Whether a step yields more than it costs; undecided with too few repeats, or where the ratio's interval holds 1.
 
     Yield ÷ cost is the ratio of the decode rates, paired by repeat.
     """

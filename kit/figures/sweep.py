@@ -69,6 +69,8 @@ class Sweep:
     twin: tuple[str, str] | None = None
     """(arm, the same arm measured again)."""
     styles: Mapping[str, Look] = field(default_factory=dict)
+    requests: Mapping[str, Mapping[float, int]] = field(default_factory=dict)
+    """Requests that ended well in the window, by arm and load: the fewest of the repeats, where they were counted."""
 
     def look(self, arm: str) -> Look:
         """Colour and marker of an arm."""
@@ -226,6 +228,11 @@ def from_cells(
             values.setdefault(tag, {}).setdefault(cell.cell.arm, {}).setdefault(cell.cell.load.value, {})[repeat] = (
                 value
             )
+    requests: dict[str, dict[float, int]] = {}
+    for cell in good:
+        if cell.counts is not None:
+            of_arm, load = requests.setdefault(cell.cell.arm, {}), cell.cell.load.value
+            of_arm[load] = min(of_arm.get(load, cell.counts.completed), cell.counts.completed)
     twin = next(((t.removesuffix(AGAIN), t) for t in sorted(twins) if any(c.cell.arm == t for c in good)), None)
     labels = {c.cell.arm: c.arm.label for c in good}
     kinds = {c.cell.load.kind for c in good}
@@ -243,6 +250,7 @@ def from_cells(
         notes=[f"Left out: {text}." for text in left_out(cells)],
         twin=twin,
         styles=looks(every),
+        requests=requests,
     )
 
 
