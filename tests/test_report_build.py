@@ -19,7 +19,7 @@ from kit.errors import KitError
 from kit.records.schema import CellKey, Load
 from kit.report import build
 from kit.report.execute import check_parameters, parameters_of
-from kit.report.page import render
+from kit.report.page import Chapter, Finding, render
 from kit.report.pdf import find_browser, print_pdf
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -121,6 +121,16 @@ def test_the_same_notebook_of_another_model_has_a_title_of_its_own(tmp_path: Pat
     text = render(books, "t", "m", apart={book: "B & C" for book in books})
     assert "Why? (B &amp; C)</h2>" in text
     assert text.count(">Why?</a>") == 1 and text.count(">Why? (B &amp; C)</a>") == 1
+
+
+def test_what_states_no_finding_is_not_in_the_summary() -> None:
+    texts = [
+        "Output rate by arm: n = 1 to 2, too few repeats to call one best",
+        "Undecided at c = 1: w2 +5 % (n = 2: the noise is unknown); undecided at c = 8: w1 +3 % (n = 2: …)",
+        "Drafting gains 5 % at c = 1 (w2, n = 3); undecided at c = 8: w1 +3 % (n = 2: …)",
+    ]
+    chapter = Chapter("t", "a", "", tuple(Finding(text, "x", ()) for text in texts), "n.ipynb")
+    assert [f.text for f in chapter.told] == texts[2:]
 
 
 def test_code_is_hidden_and_printed_text_is_escaped(report: Path) -> None:

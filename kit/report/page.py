@@ -43,7 +43,11 @@ class Chapter:
     @property
     def told(self) -> list[Finding]:
         """Findings for the summary: what figures with too few repeats for one say stands with them alone."""
-        return [f for f in self.findings if TOO_FEW not in f.text]
+        return [f for f in self.findings if TOO_FEW not in f.text and not _all_undecided(f.text)]
+
+
+def _all_undecided(headline: str) -> bool:
+    return all("ndecided at" in part for part in headline.split("; "))
 
 
 def render(
