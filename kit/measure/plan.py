@@ -16,7 +16,9 @@ from pathlib import Path
 
 from kit.cards import ROOT, EngineName, Experiment, ModelCard, Profile
 from kit.errors import KitError
-from kit.records.schema import CellKey, CellRecord, Load
+from kit.records.metrics import METRICS_VERSION
+from kit.records.provenance import workload_hash
+from kit.records.schema import Arm, CellKey, CellRecord, Load
 from kit.records.store import Run, find_runs
 
 LOCAL = Path(os.environ.get("KIT_LOCAL") or ROOT / "data" / "local")
@@ -107,3 +109,18 @@ def experiment_of(card: ModelCard, name: str) -> Experiment:
             f"(data/models/{card.name}.yaml)"
         )
     return card.experiments[name]
+
+
+def failed_cell(run: Run, arm: Arm, cell: CellKey, reason: str) -> CellRecord:
+    """The record of a cell that could not be driven."""
+    return CellRecord(
+        metrics_version=METRICS_VERSION,
+        run_id=run.record.run_id,
+        cell=cell,
+        arm=arm,
+        workload_hash=workload_hash({"not": "driven"}),
+        seed=run.record.seed,
+        started_at=datetime.now(UTC),
+        status="failed",
+        reason=reason[:2000],
+    )

@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tqdm import tqdm
@@ -25,7 +24,6 @@ from kit.load import DriverResult, LoadSpec, load_requests, run_cell
 from kit.load.traces import WorkloadSpec, kind_of
 from kit.measure import plan
 from kit.records.metrics import METRICS_VERSION
-from kit.records.provenance import workload_hash
 from kit.records.schema import Arm, CellKey, CellRecord, RequestRecord, Scalar
 from kit.records.store import Run
 
@@ -78,7 +76,7 @@ def measure(
                     raise
                 left = [cell for cell in block.cells if cell.id not in run.done()]
                 for cell in left:
-                    run.append(_failed(run, arm, cell, str(error)))
+                    run.append(plan.failed_cell(run, arm, cell, str(error)))
                 bar.update(len(left))
                 failures.append(f"{block.arm}, repeat {block.repeat}: {error}")
     if failures:
@@ -184,20 +182,6 @@ def _record(
         counts=result.counts,
         metrics=result.metrics,
         server=result.server,
-    )
-
-
-def _failed(run: Run, arm: Arm, cell: CellKey, reason: str) -> CellRecord:
-    return CellRecord(
-        metrics_version=METRICS_VERSION,
-        run_id=run.record.run_id,
-        cell=cell,
-        arm=arm,
-        workload_hash=workload_hash({"not": "driven"}),
-        seed=run.record.seed,
-        started_at=datetime.now(UTC),
-        status="failed",
-        reason=reason[:2000],
     )
 
 

@@ -152,7 +152,7 @@ class Bench:
             self.overhead_s = max(self.overhead_s, time.monotonic() - begun - _phases_s(self.profile))
             return stored
         except KitError as error:
-            return self.run.append(failed(self.run, arm, cell, str(error)))
+            return self.run.append(plan.failed_cell(self.run, arm, cell, str(error)))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -316,21 +316,6 @@ def read_shape(weights: Path) -> Shape:
         raise KitError(f"{path} cannot be read: {error}") from error
 
 
-def failed(run: Run, arm: Arm, cell: CellKey, reason: str) -> CellRecord:
-    """The record of a cell that could not be driven."""
-    return CellRecord(
-        metrics_version=METRICS_VERSION,
-        run_id=run.record.run_id,
-        cell=cell,
-        arm=arm,
-        workload_hash=workload_hash({"not": "driven"}),
-        seed=run.record.seed,
-        started_at=datetime.now(UTC),
-        status="failed",
-        reason=reason[:2000],
-    )
-
-
 def _wait_for_pools(starting: sglang.Starting, deadline_s: float = 600.0) -> None:
     """Until the deployment has logged its KV pools (two with MTP), or has ended."""
     wanted = 2 if starting.settings.speculation == "mtp" else 1
@@ -401,7 +386,7 @@ def measure(
                     raise EngineError(next(iter(not_up.values())))
                 for cell in mine:
                     if not_up:
-                        run.append(failed(run, arms[cell.arm], cell, not_up[group.name]))
+                        run.append(plan.failed_cell(run, arms[cell.arm], cell, not_up[group.name]))
                         continue
                     arrivals = None
                     if cell.load.kind == "trace":
@@ -688,7 +673,7 @@ def _not_started(
         recorded = {cell.cell.id for cell in bench.run.cells()}
         for cell in cells:
             if cell.arm in group.arms and cell.repeat == 0 and cell.id not in recorded:
-                bench.run.append(failed(bench.run, experiment.arm(cell.arm), cell, reasons[group.name]))
+                bench.run.append(plan.failed_cell(bench.run, experiment.arm(cell.arm), cell, reasons[group.name]))
 
 
 def _switching(bench: Bench, experiment: Experiment, deadline: float) -> None:
