@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +20,7 @@ from kit.records.schema import Chunk, Scalar
 from . import counters, install, unblock, uninstall
 
 UTILISATION_MS = 200
+SCAN_VARIABLE = "EXL3_GDN_SUB_CHUNK"
 
 
 @dataclass
@@ -45,17 +48,32 @@ def cache_tokens(plan: PrefillPlan) -> int:
     return max(plan.layout.cache_tokens, -(-needed // PAGE) * PAGE + PAGE)
 
 
+def scan_tokens() -> int | None:
+    """Tokens per pass of the linear-attention scan in the imported engine; None where it has no such setting."""
+    try:
+        module = importlib.import_module("exllamav3.modules.gated_delta_net_fn.gated_delta_rule")
+    except ImportError:
+        return None
+    return getattr(module, "_scan_sub_range", None)
+
+
 def load(plan: PrefillPlan, jobs: int = 1) -> Loaded:
     """Load the checkpoint as the plan's layout says, with caches for ``jobs`` jobs at once.
 
     Raises KitError if it does not fit this machine or has no MTP head.
     """
+    layout = plan.layout
+    if layout.scan_tokens:
+        os.environ[SCAN_VARIABLE] = str(layout.scan_tokens)  # read when the engine is imported
     import exllamav3
     import torch
     from exllamav3 import Cache, Config, Model, Tokenizer
     from exllamav3.version import __version__
 
-    layout = plan.layout
+    if layout.scan_tokens and (used := scan_tokens()) != layout.scan_tokens:
+        raise KitError(
+            f"this ExLlamaV3 ({__version__}) scans {used} tokens a pass, not the {layout.scan_tokens} asked for"
+        )
     gpus = list(range(len(layout.split))) or [0]
     if torch.cuda.device_count() < len(gpus):
         raise KitError(f"a split over {len(gpus)} GPUs, but this machine has {torch.cuda.device_count()}")
@@ -105,6 +123,7 @@ def load(plan: PrefillPlan, jobs: int = 1) -> Loaded:
             "cache_tokens": tokens,
             "chunk": layout.chunk,
             "draft_tokens": layout.draft_tokens,
+            "scan_tokens": layout.scan_tokens or None,
         },
         versions={"exllamav3": __version__, "torch": torch.__version__},
     )

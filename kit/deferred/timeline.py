@@ -16,6 +16,10 @@ from kit.records.schema import Arm
 from .request import Loaded, arm_installed, cache_tokens, new_generator
 
 TIMELINE_CHUNKS = 3
+ITERATION = "iteration"
+"""What a chunk's whole turn of the generator is annotated with."""
+EMBEDDING = "embedding"
+"""The label of the host's part of the input: gathering, widening and sending the embedding rows."""
 WAIT_US = 200.0
 """A runtime call longer than this held the host up: launching takes a few µs, a blocking copy as long as the stream."""
 
@@ -30,7 +34,7 @@ def write_timeline(
     slows the host down: the shape is what is read off, not the speed.
     """
     import torch
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     settings = ArmSettings.of(arm)
     depth = settings.depth if isinstance(settings.depth, int) else 1
@@ -50,7 +54,8 @@ def write_timeline(
             generator.iterate()
         with profile(activities=activities) as profiler:
             for _ in range(TIMELINE_CHUNKS):
-                generator.iterate()
+                with record_function(ITERATION):
+                    generator.iterate()
             for gpu in loaded.gpus:
                 torch.cuda.synchronize(gpu)
         generator.clear_queue()
@@ -82,6 +87,7 @@ def _labelled_passes(loaded: Loaded, generator: Any) -> Iterator[None]:
         undo.append((instance, method, before))
 
     # Module by module, so that a deferred pass is labelled where it runs and not where it was queued.
+    label(loaded.target.modules[0], "forward", EMBEDDING)
     for module in loaded.target.modules[1:]:
         label(module, "forward", "target")
     if generator.draft_model is not None:
@@ -102,18 +108,24 @@ def gpu_spans(events: Sequence[dict[str, Any]], gap_us: float = 30.0) -> dict[st
 
     Args:
         events: ``traceEvents`` of a chrome trace: kernels and copies, the runtime calls that launched them (tied by
-            correlation id), and annotations ``pass:<label>``.
+            correlation id), and annotations ``pass:<label>`` (the embedding's may lie in the MTP head's, whose input
+            asks it for rows) and ``iteration``.
         gap_us: Kernels of one label closer together than this are one span.
 
     Returns:
         ``gpus``: for each device ``spans`` [[begin, end, label], …] in µs and its ``busy`` share of the time;
-        ``host``: the annotations' own spans; ``host_waits``: runtime calls of more than ``WAIT_US``, which are those
-        that waited for a GPU, as [begin, end, call].
+        ``host``: the annotations' own spans; ``iterations``: [begin, end] of each chunk's turn; ``host_waits``: runtime
+        calls of more than ``WAIT_US``, which are those that waited for a GPU, as [begin, end, call].
     """
     passes = sorted(
         (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix("pass:"))
         for event in events
         if event.get("ph") == "X" and event.get("cat") == "user_annotation" and event["name"].startswith("pass:")
+    )
+    turns = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") == "user_annotation" and event["name"] == ITERATION
     )
     launched = {
         event["args"]["correlation"]: event["ts"]
@@ -122,7 +134,7 @@ def gpu_spans(events: Sequence[dict[str, Any]], gap_us: float = 30.0) -> dict[st
     }
     work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e.get("ph") == "X"]
     if not work and not passes:
-        return {"gpus": [], "host": [], "host_waits": []}
+        return {"gpus": [], "host": [], "iterations": [], "host_waits": []}
     origin = min([e["ts"] for e in work] or [passes[0][0]])
     begins = [begin for begin, _, _ in passes]
 
@@ -130,8 +142,13 @@ def gpu_spans(events: Sequence[dict[str, Any]], gap_us: float = 30.0) -> dict[st
         when = launched.get(event["args"].get("correlation"))
         if when is None:
             return "other"
-        index = bisect_right(begins, when) - 1
-        return passes[index][2] if index >= 0 and when <= passes[index][1] else "other"
+        for index in range(bisect_right(begins, when) - 1, -1, -1):
+            _, end, label = passes[index]
+            if when <= end:
+                return "copy" if label == EMBEDDING else label  # on a GPU, the rest of the upload
+            if label != EMBEDDING:  # only the embedding lies in another pass
+                break
+        return "other"
 
     by_gpu: dict[int, list[list[Any]]] = {}
     for event in sorted(work, key=lambda e: e["ts"]):
@@ -164,5 +181,6 @@ def gpu_spans(events: Sequence[dict[str, Any]], gap_us: float = 30.0) -> dict[st
             for gpu, spans in sorted(by_gpu.items())
         ],
         "host": [[round(b, 1), round(e, 1), label] for b, e, label in host],
+        "iterations": [[round(b - origin, 1), round(e - origin, 1)] for b, e in turns],
         "host_waits": waits,
     }

@@ -148,6 +148,9 @@ class Layout(Strict):
         cache_bits: Bits per element of the target's cache; 16 is fp16.
         draft_tokens: Tokens drafted per step.
         ngram_min: Shortest match for n-gram lookup.
+        scan_tokens: Tokens per pass of the linear-attention scan (the engine's ``EXL3_GDN_SUB_CHUNK``); 0 leaves its
+            default, 2048 in 1.6.5, which cuts a chunk of 3072 into two passes and so launches almost twice the kernels.
+            The result does not depend on it.
     """
 
     checkpoint: Path
@@ -157,6 +160,7 @@ class Layout(Strict):
     cache_bits: Literal[4, 8, 16] = 4
     draft_tokens: int = Field(default=4, ge=1)
     ngram_min: int = Field(default=2, ge=1)
+    scan_tokens: int = Field(default=0, ge=0)
 
     @field_validator("chunk", "cache_tokens")
     @classmethod

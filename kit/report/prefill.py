@@ -79,6 +79,8 @@ class Part:
         split = self.good[0].resolved.get("split")
         text = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
         text += f", layers {str(split).replace(',', ' + ')}" if split and self.gpus > 1 else ""
+        scan = self.good[0].resolved.get("scan_tokens")
+        text += f", scans of {int(scan):,} tokens" if scan else ""
         return f"{text}, {self.good[0].asked.get('output_tokens')} output tokens" if self.apart else text
 
     @property
@@ -86,6 +88,8 @@ class Part:
         """For the names of its figures."""
         split = self.good[0].resolved.get("split")
         text = f"{self.gpus}gpu" + (f"-{str(split).replace(',', '-')}" if split else "")
+        scan = self.good[0].resolved.get("scan_tokens")
+        text += f"-scan{scan}" if scan else ""
         return f"{text}-out{self.good[0].asked.get('output_tokens')}" if self.apart else text
 
     @property
@@ -201,7 +205,7 @@ def parts(evidence: Evidence) -> list[Part]:
     for run in found.values():
         if cells[run.folder]:
             resolved = cells[run.folder][0].resolved
-            layout = (int(resolved.get("gpus") or 1), str(resolved.get("split")))
+            layout = (int(resolved.get("gpus") or 1), str(resolved.get("split")), resolved.get("scan_tokens"))
             groups.setdefault((layout, cells[run.folder][0].workload_hash), []).append(run)
     if not groups:
         raise KitError(f"no cell of {evidence.experiment} ended well in any run of {model}")
@@ -560,26 +564,36 @@ class HostTime:
     """Where a chunk's time goes on the host, and each GPU's own work in it; ms per chunk, from one profile.
 
     Attributes:
-        launching: Inside the target's and MTP's passes, waits left out: handing work to the GPUs.
-        waiting: Runtime calls that took long, in passes and between them: blocking copies.
-        between: From the end of one chunk's passes to the next one's first, waits left out.
+        launching: Inside the target's and MTP's passes, waits and embedding rows left out: handing work to the GPUs.
+        mtp: The part of ``launching`` that is the MTP passes'.
+        waiting: Runtime calls that took long, wherever they were: blocking copies.
+        embedding: Gathering, widening and sending the embedding rows, waits left out; None where it was not told apart
+            (then it is in ``between``).
+        between: All other time of the chunk's turn.
         gpus: Work by GPU, gaps left out.
     """
 
     label: str
     launching: float
+    mtp: float
     waiting: float
+    embedding: float | None
     between: float
     gpus: dict[int, float]
 
     @property
+    def own(self) -> float:
+        """What the host does itself, per chunk: all but waiting."""
+        return self.launching + (self.embedding or 0.0) + self.between
+
+    @property
     def total(self) -> float:
         """Of the host, per chunk."""
-        return self.launching + self.waiting + self.between
+        return self.own + self.waiting
 
 
 BETWEEN_US = 20_000.0
-"""Passes further apart than this belong to different chunks."""
+"""Passes further apart than this belong to different chunks, in a timeline that does not mark the chunks' turns."""
 
 
 def host_times(part: Part) -> list[HostTime]:
@@ -597,32 +611,48 @@ def host_times(part: Part) -> list[HostTime]:
 
 def host_time(timeline: dict[str, Any]) -> HostTime | None:
     """One timeline's (``kit.deferred.timeline``); None if it has fewer than two chunks or no host spans."""
-    passes: list[list[float]] = []
-    for begin, end, _ in sorted(timeline.get("host", ())):
-        if passes and begin - passes[-1][1] < BETWEEN_US:
-            passes[-1][1] = max(passes[-1][1], end)
-        else:
-            passes.append([begin, end])
-    waits = [w for w in timeline.get("host_waits", ()) if w[2] != "cudaDeviceSynchronize"]  # the profile's own end
-    if len(passes) < 2 or "host_waits" not in timeline:
+    turns, spans = timeline.get("iterations"), sorted(timeline.get("host", ()))
+    if "host_waits" not in timeline or not spans:
         return None
-
-    def waited(begin: float, end: float) -> float:
-        return sum(max(0.0, min(end, w[1]) - max(begin, w[0])) for w in waits)
-
-    inside = [(end - begin, waited(begin, end)) for begin, end in passes]
-    gaps = [(b[0] - a[1], waited(a[1], b[0])) for a, b in pairwise(passes)]
-    chunks_there = len(passes)
+    if not turns:
+        # From the first pass of a chunk to the first of the next; the last chunk, whose turn has no end, is left out.
+        starts = [spans[0][0], *(b[0] for a, b in pairwise(spans) if b[0] - a[1] > BETWEEN_US)]
+        turns = [list(pair) for pair in pairwise(starts)]
+    if len(turns) < 2:
+        return None
+    waits = [w for w in timeline["host_waits"] if w[2] != "cudaDeviceSynchronize"]  # the profile's own end
+    # One lane of the host: what lies innermost is what it does, and a wait lies in whatever waits.
+    busy = {label: [s for s in spans if s[2] == label] for label in ("target", "mtp", "embedding")}
+    sums = dict.fromkeys(("waiting", *busy), 0.0)
+    for begin, end in turns:
+        sums["waiting"] += _overlap(waits, begin, end)
+        for label, mine in busy.items():
+            for span in mine:
+                inside = max(0.0, min(end, span[1]) - max(begin, span[0]))
+                inside -= _overlap(waits, max(begin, span[0]), min(end, span[1])) if inside else 0.0
+                sums[label] += inside
+                if label == "mtp":  # its input asks the embedding for rows
+                    sums["mtp"] -= _overlap(busy["embedding"], max(begin, span[0]), min(end, span[1])) if inside else 0
+    whole = sum(end - begin for begin, end in turns)
+    told = bool(busy["embedding"])
+    per_chunk = 1 / len(turns) / 1000
     return HostTime(
         label=timeline["label"],
-        launching=sum(total - wait for total, wait in inside) / chunks_there / 1000,
-        waiting=(sum(w for _, w in inside) / chunks_there + sum(w for _, w in gaps) / len(gaps)) / 1000,
-        between=sum(total - wait for total, wait in gaps) / len(gaps) / 1000,
+        launching=(sums["target"] + sums["mtp"]) * per_chunk,
+        mtp=sums["mtp"] * per_chunk,
+        waiting=sums["waiting"] * per_chunk,
+        embedding=sums["embedding"] * per_chunk if told else None,
+        between=(whole - sum(sums.values())) * per_chunk,
         gpus={
-            int(g["device"]): sum(e - b for b, e, label in g["spans"] if label != "copy") / chunks_there / 1000
+            int(g["device"]): sum(e - b for b, e, label in g["spans"] if label != "copy") / timeline["chunks"] / 1000
             for g in timeline["gpus"]
         },
     )
+
+
+def _overlap(spans: Sequence[Sequence[Any]], begin: float, end: float) -> float:
+    """How much of [begin, end) lies in the spans (which do not lie in one another)."""
+    return sum(max(0.0, min(end, span[1]) - max(begin, span[0])) for span in spans)
 
 
 def host_table(part: Part) -> pd.DataFrame:
@@ -632,8 +662,10 @@ def host_table(part: Part) -> pd.DataFrame:
             {
                 "arm": t.label,
                 "launching (ms)": t.launching,
+                "of it MTP (ms)": t.mtp,
+                "embedding rows (ms)": t.embedding,
+                "other (ms)": t.between,
                 "waiting for a GPU (ms)": t.waiting,
-                "between passes (ms)": t.between,
                 "host, all (ms)": t.total,
                 **{f"GPU {gpu} works (ms)": busy for gpu, busy in t.gpus.items()},
             }
@@ -647,11 +679,13 @@ def host_notes(part: Part) -> list[str]:
     said = []
     for t in host_times(part):
         slowest = max(t.gpus.values())
-        own = t.launching + t.between
+        own = t.own
+        rows = "" if t.embedding is None else f", {number(t.embedding, 3)} ms on embedding rows"
+        among = " (the embedding rows among it)" if t.embedding is None else ""
         text = (
-            f"{t.label}: for each chunk the host spends {number(t.launching, 3)} ms launching, {number(t.waiting, 3)} "
-            f"ms waiting for a GPU and {number(t.between, 3)} ms on work of its own between passes (the embedding "
-            f"rows among it); the busier GPU has {number(slowest, 3)} ms of work."
+            f"{t.label}: for each chunk the host spends {number(t.launching, 3)} ms launching{rows}, "
+            f"{number(t.between, 3)} ms on other work of its own{among} and {number(t.waiting, 3)} ms waiting for a "
+            f"GPU; the busier GPU has {number(slowest, 3)} ms of work."
         )
         if own > slowest:
             text += (
@@ -670,7 +704,7 @@ def timeline(part: Part) -> Figure:
         first = host_times(part)[0]
     except NotRecorded:
         return figure
-    own, slowest = first.launching + first.between, max(first.gpus.values(), default=0.0)
+    own, slowest = first.own, max(first.gpus.values(), default=0.0)
     if own <= slowest:
         return figure
     return replace(
