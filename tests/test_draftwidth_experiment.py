@@ -10,6 +10,7 @@ from kit.cards import Profile, load_card
 from kit.draftwidth import client
 from kit.draftwidth.experiment import Shape, budget_bytes, deployments, in_order, pool_tokens, shape_of, unequal
 from kit.errors import KitError
+from kit.load.window import RAMP_FLAG
 from kit.measure import sglang as runner
 from kit.records.schema import Arm, Load
 from kit.records.store import Run
@@ -142,6 +143,17 @@ def test_kit_measure_runs_the_arms_one_deployment_at_a_time(place):
     cells = run.cells()
     assert len(cells) == 4 and {cell.status for cell in cells} == {"ok"}
     assert [cell.cell.repeat for cell in cells] == [0, 0, 1, 1], "all of a repeat before the next"
+
+
+def test_a_cell_whose_window_opens_before_a_clients_first_token_says_so(place, monkeypatch):
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")  # two of six clients wait for twelve steps of the four that run
+    card = load_card("stand-in", place / "cards")
+    one = card.experiments["draft_width"].model_copy(update={"arms": {"a": card.experiments["draft_width"].arms["a"]}})
+    profile = PROFILE.model_copy(update={"loads": [6.0], "repeats": 1})
+    run = runner._open_run(place / "run", card, place / "weights", profile, [])
+    runner.measure(run, card, "draft_width", one, profile, place / "weights")
+    (cell,) = run.cells()
+    assert cell.status == "ok" and RAMP_FLAG in cell.flags
 
 
 def test_the_server_of_one_arm_stands_at_its_width(place):

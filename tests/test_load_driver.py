@@ -48,6 +48,7 @@ async def test_a_cell_is_driven_written_and_recomputed_from_raw_lines(tmp_path):
     assert result.server["a:tokens_total"] == 10 * (len(load_samples(tmp_path)) - 1)
     again = recompute(tmp_path)
     assert (again.counts, again.metrics, again.server) == (counts, result.metrics, result.server)
+    assert again.flags == result.flags
     assert {e["phase"] for e in events if e["event"] == "progress"} >= {"burn-in", "window"}
     assert events[-1]["event"] == "done"
     assert load_result(tmp_path) == result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kit.errors import KitError
-from kit.load.window import chunk_tokens, measure, parse_slo
+from kit.load.window import RAMP_FLAG, chunk_tokens, measure, parse_slo
 from kit.records.metrics import METRICS
 from kit.records.schema import Chunk, RequestRecord, ServerSample
 
@@ -210,6 +210,17 @@ def test_input_throughput_leaves_cached_tokens_out():
 def test_a_late_event_loop_marks_the_cell():
     assert measure([], WINDOW, client_lag_s=[0.001] * 90 + [0.02] * 10).flags == ["client-bound"]
     assert measure([], WINDOW, client_lag_s=[0.001] * 100).flags == []
+
+
+def test_a_window_that_opens_before_a_clients_first_token_is_told():
+    def flags(*first_tokens: tuple[int | None, float | None]) -> list[str]:
+        """Of requests given as (client, first token in seconds)."""
+        made = [request(0, [(t, 1)] if t else [], ended=19, client=client) for client, t in first_tokens]
+        return measure(made, WINDOW).flags
+
+    assert flags((0, 5), (0, 15), (1, 9)) == []
+    assert flags((0, 5), (1, 12)) == flags((0, 5), (1, 10)) == flags((0, 5), (1, None)) == [RAMP_FLAG]
+    assert flags((None, 12), (None, None)) == [], "an open loop has no clients to start"
 
 
 def test_requests_in_flight_are_weighted_by_time():

@@ -5,8 +5,7 @@ import pytest
 from kit import cards, measure
 from kit.cards import ArmCard, Experiment
 from kit.errors import KitError
-from kit.measure import attach, plan, served, weights
-from kit.records.schema import Chunk, RequestRecord
+from kit.measure import attach, plan, weights
 
 EXPERIMENT = Experiment(
     engine="llamacpp",
@@ -87,14 +86,3 @@ def test_a_misspelt_setting_of_an_arm_stops_before_anything_is_measured():
     card = card.model_copy(update={"experiments": {**card.experiments, "concurrency": experiment}})
     with pytest.raises(KitError, match=r"tiny-mtp\.yaml: concurrency, arm mtp: .*draft_widht"):
         measure.check_settings(card, "concurrency")
-
-
-def test_a_window_that_opens_before_a_clients_first_token_is_told():
-    def request(client, first_ns):
-        chunks = [Chunk(t_ns=first_ns, chars=1)] if first_ns else []
-        return RequestRecord(request_id=0, client=client, sent_ns=0, ended_ns=99, status="ok", chunks=chunks)
-
-    window = (10, 20)
-    assert not served.in_ramp([request(0, 5), request(0, 15), request(1, 9)], window)
-    assert served.in_ramp([request(0, 5), request(1, 12)], window)
-    assert served.in_ramp([request(0, 5), request(1, None)], window)

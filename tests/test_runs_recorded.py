@@ -36,6 +36,7 @@ def _samples(run: Run, cell: CellRecord) -> list[ServerSample]:
 
 
 def test_metrics_of_served_cells_are_those_of_their_requests(run: Run) -> None:
+    """Counts and metrics; flags are those known when the run was made (`start-up in window` came later)."""
     for cell in run.cells():
         if cell.window_ns is None or not cell.metrics:
             continue

@@ -43,6 +43,9 @@ from kit.records.schema import Counts, RequestRecord, ServerSample
 CLIENT_BOUND_S = 0.005
 """Event-loop delay (p99) above which the client may be what is measured."""
 
+RAMP_FLAG = "start-up in window"
+"""A closed-loop client's very first token came after the window had opened: the load was not yet steady."""
+
 SLO_TARGETS = ("ttft", "tpot", "e2e")
 
 # Larger than any latency, yet finite, so that interpolating between two of them gives no NaN.
@@ -193,8 +196,23 @@ def measure(
         flags.append("client-bound")
     if broken:
         flags.append("failures")
+    if in_ramp(requests, window_ns):
+        flags.append(RAMP_FLAG)
     errors = Counter(r.error or r.status for r in broken)
     return Measured(counts, metrics, server, flags, dict(errors.most_common(10)))
+
+
+def in_ramp(requests: Iterable[RequestRecord], window_ns: tuple[int, int]) -> bool:
+    """Whether a client had no first token before the window opened.
+
+    Only a closed loop has clients; of other loads no request names one, and nothing is told.
+    """
+    first: dict[int, int] = {}
+    for request in requests:
+        if request.client is not None:
+            seen = request.chunks[0].t_ns if request.chunks else window_ns[1]
+            first[request.client] = min(seen, first.get(request.client, seen))
+    return any(seen >= window_ns[0] for seen in first.values())
 
 
 def ttft_s(request: RequestRecord, *, scheduled: bool = False) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -24,7 +23,7 @@ from kit.load import DriverResult, LoadSpec, load_requests, run_cell
 from kit.load.traces import WorkloadSpec, kind_of
 from kit.measure import plan
 from kit.records.metrics import METRICS_VERSION
-from kit.records.schema import Arm, CellKey, CellRecord, RequestRecord, Scalar
+from kit.records.schema import Arm, CellKey, CellRecord, Scalar
 from kit.records.store import Run
 
 
@@ -121,23 +120,9 @@ def _measure_cell(
         result = run_cell(spec, folder)
         if not result.complete:
             raise KeyboardInterrupt
-        requests = list(load_requests(folder))
-        run.append(_record(run, server, engine, arm, cell, result, requests, spec), requests)
+        run.append(_record(run, server, engine, arm, cell, result, spec), load_requests(folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-RAMP_FLAG = "start-up in window"
-"""A client's very first token came after the window had opened: the load was not yet steady."""
-
-
-def in_ramp(requests: Sequence[RequestRecord], window_ns: tuple[int, int]) -> bool:
-    """Whether a closed-loop client had no first token before the window opened."""
-    first: dict[int | None, int] = {}
-    for request in requests:
-        seen = request.chunks[0].t_ns if request.chunks else window_ns[1]
-        first[request.client] = min(seen, first.get(request.client, seen))
-    return any(seen >= window_ns[0] for seen in first.values())
 
 
 def _record(
@@ -147,7 +132,6 @@ def _record(
     arm: Arm,
     cell: CellKey,
     result: DriverResult,
-    requests: Sequence[RequestRecord],
     spec: LoadSpec,
 ) -> CellRecord:
     reason = None
@@ -155,7 +139,6 @@ def _record(
         errors = "; ".join(f"{text} ({n}×)" for text, n in result.errors.items())
         reason = f"no request ended in the window of {spec.window_s:g} s: it is too short for this load on this machine"
         reason += f" ({errors})" if errors else ""
-    ramp = cell.load.kind == "closed" and result.window_ns is not None and in_ramp(requests, result.window_ns)
     asked: dict[str, Scalar] = {
         "burn_in_s": spec.burn_in_s,
         "warm_up_s": spec.warm_up_s,
@@ -178,7 +161,7 @@ def _record(
         window_ns=result.window_ns,
         status="invalid" if reason else "ok",
         reason=reason,
-        flags=sorted({*server.flags, *result.flags, *([RAMP_FLAG] if ramp else [])}),
+        flags=sorted({*server.flags, *result.flags}),
         counts=result.counts,
         metrics=result.metrics,
         server=result.server,
