@@ -32,6 +32,7 @@ async def test_a_table_and_records_and_going_on_where_it_stopped(tmp_path, capsy
         assert await load(*words) == 0
         again = capsys.readouterr()
         assert len(server.bodies) == sent, "recorded cells were driven again"
+        assert again.out == out, "the table is that of the recorded cells"
     rows = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if re.match(r"\s+\d", line)]
     assert [row[0] for row in rows] == ["1", "2"]
     assert "TTFT p99 (ms)" in out and "goodput" in out and "client lag" in out
@@ -43,6 +44,61 @@ async def test_a_table_and_records_and_going_on_where_it_stopped(tmp_path, capsy
     assert all(c.status == "ok" and c.counts.completed and c.metrics["output_tps"] for c in cells)
     assert len(list(run.requests(cells[1]))) > cells[1].counts.completed
     assert cells[0].asked["window_s"] == 0.8
+
+
+async def test_a_folder_keeps_to_its_settings(tmp_path, capsys):
+    def out(*words: str) -> list[str]:
+        return [server.url, *SHORT, *WORDS, *words, "--out", str(tmp_path / "run")]
+
+    async with serving(steady(tokens=20)) as server:
+        assert await load(*out("-c", "1")) == 0
+        sent = len(server.bodies)
+        for words, says in [
+            (["--window", "0.9"], "window_s: 0.8 there, 0.9 asked for"),
+            (
+                ["-c", "2", "--turns", "1", "--seed", "7"],
+                "seed: 0 there, 7 asked for; workload.turns: 2 there, 1 asked",
+            ),
+            (["--rate", "5", "--body", '{"top_k": 1}'], 'extra_body: {} there, {"top_k": 1} asked for'),
+        ]:
+            capsys.readouterr()
+            assert await load(*out(*words)) == 2
+            told = capsys.readouterr()
+            assert says in told.err and "choose another folder" in told.err and told.out == ""
+        assert len(server.bodies) == sent, "something was driven before the error"
+        assert await load(*out("--rate", "5", "--arrivals", "constant")) == 0, "another load point of the same settings"
+        assert await load(*out("--rate", "6")) == 2, "other arrivals"
+        assert "arrivals: constant there, poisson asked for" in capsys.readouterr().err
+    assert [c.cell.load.label for c in Run.open(tmp_path / "run").cells()] == ["c1", "r5"]
+
+
+async def test_a_point_that_failed_may_be_asked_for_with_other_settings(tmp_path):
+    async with serving(steady(tokens=20), status=lambda n: 200 if fixed else 400) as server:
+        fixed = False
+        words = [server.url, *SHORT, *WORDS, "--out", str(tmp_path / "run")]
+        assert await load(*words) == 1
+        fixed = True
+        assert await load(*words, "--no-ignore-eos") == 0
+
+
+async def test_a_run_of_another_kind_is_not_gone_on_with(tmp_path, capsys):
+    async with serving(steady()) as server:
+        words = [server.url, *SHORT, *WORDS, "--out", str(tmp_path / "run")]
+        assert await load(*words) == 0
+        record = tmp_path / "run" / "run.json"
+        record.write_text(record.read_text().replace('"command-line"', '"smoke"'))
+        assert await load(*words) == 2
+    assert "that `kit load` did not make; choose another folder" in capsys.readouterr().err
+
+
+async def test_a_trace_of_other_content_is_another_workload(tmp_path, capsys):
+    trace = tmp_path / "t.jsonl"
+    async with serving(steady(tokens=20)) as server:
+        for text, status in (("a", 0), ("other", 2)):
+            talk = [{"role": "user", "content": text}, {"role": "assistant", "content": "b", "output_tokens": 20}]
+            trace.write_text(json.dumps({"messages": talk}) + "\n")
+            assert await load(server.url, *SHORT, "--trace", str(trace), "--out", str(tmp_path / "run")) == status
+    assert "workload.sha256" in capsys.readouterr().err
 
 
 async def test_the_open_loop_a_trace_and_the_completions_api(tmp_path, capsys):
@@ -69,6 +125,7 @@ async def test_a_point_that_completes_nothing_says_why(capsys):
         (["-c", "1.5"], "whole numbers above 0"),
         (["--slo", "ttft=5"], "ttft:500 tpot:50"),
         (["--trace", "no-such-file"], "trace no-such-file is not a file"),
+        (["--trace", "no-such-file", "--trace-kind", "messages"], "trace no-such-file is not a file"),
         (["--body", "[1]"], "--body must be a JSON object"),
         (["--turns", "2"], "--turns goes with --input-tokens"),
         (["--key-env", "NO_SUCH_KEY_HERE"], "NO_SUCH_KEY_HERE is not set"),

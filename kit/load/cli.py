@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import tempfile
@@ -16,17 +17,19 @@ from kit.engines.base import Server
 from kit.engines.openai import AttachSettings, attach
 from kit.errors import KitError
 from kit.load.cell import load_requests, run_cell
-from kit.load.spec import DriverResult, parse_spec
+from kit.load.spec import DriverResult, LoadSpec, parse_spec
 from kit.load.traces import KINDS_BY_NAME, kind_of
 from kit.records.metrics import METRICS_VERSION
 from kit.records.provenance import collect
-from kit.records.schema import Arm, CellKey, CellRecord, Load, RunRecord
+from kit.records.schema import Arm, CellKey, CellRecord, Load, RunRecord, Scalar
 from kit.records.store import RUN, Run
 
 KIT_TRACE = Path(__file__).resolve().parents[2] / "data" / "traces" / "agent-sessions.jsonl.gz"
 EXPERIMENT = "load"
+PROFILE = "command-line"
 
-Column = tuple[str, Callable[[DriverResult], str]]
+Row = DriverResult | CellRecord
+Column = tuple[str, Callable[[Row], str]]
 
 
 def add_parser(verbs: Any) -> None:
@@ -71,7 +74,7 @@ def add_parser(verbs: Any) -> None:
     work.add_argument("--turns", type=int, default=None, help="turns a session, with --input-tokens")
     work.add_argument("--max-prompt-chars", type=int, default=None, help="end a session before a longer prompt")
     work.add_argument("--max-output-tokens", type=int, default=None, help="cap on recorded output lengths")
-    parser.add_argument("--out", type=Path, default=None, help="write records to this folder, and go on in it")
+    parser.add_argument("--out", type=Path, default=None, help="write records to this folder, or go on in it")
     parser.set_defaults(handler=handle)
 
 
@@ -105,7 +108,8 @@ def handle(arguments: argparse.Namespace) -> int:
     }
     cells = [(load, repeat) for repeat in range(arguments.repeats) for load in points]
     specs = [parse_spec(json.dumps({**common, "load": p.model_dump(), "repeat": r}, default=str)) for p, r in cells]
-    run = _open_run(arguments, specs[0].seed) if arguments.out else None
+    run = _open_run(arguments, specs) if arguments.out else None
+    recorded = {c.cell.id: c for c in run.cells() if c.status == "ok"} if run else {}
     columns = columns_for(arguments.slo is not None, arguments.rate is not None)
     described = specs[0].workload
     print(f"{server.base_url} ({dialect}, {arguments.api}); workload: {described.kind} {described.path or ''}".rstrip())
@@ -113,8 +117,9 @@ def handle(arguments: argparse.Namespace) -> int:
     empty = False
     for spec, (load, repeat) in zip(specs, cells, strict=True):
         key = CellKey(experiment=EXPERIMENT, arm="attached", load=load, repeat=repeat)
-        if run is not None and key.id in run.done():
+        if run is not None and key.id in recorded:
             print(f"{load.label} repeat {repeat}: recorded before, in {run.folder}", file=sys.stderr)
+            print(line(recorded[key.id], columns))
             continue
         scratch = tempfile.TemporaryDirectory(prefix="kit-load-") if run is None else nullcontext(None)
         with scratch as temporary:
@@ -124,9 +129,9 @@ def handle(arguments: argparse.Namespace) -> int:
             if not result.complete:
                 raise KitError(f"{load.label}: the driver was stopped ({result.stopped_by}); nothing is recorded of it")
             if run is not None:
-                _append(run, key, result, folder, server)
+                _append(run, key, spec, result, folder, server)
         empty = empty or not result.counts or not result.counts.completed
-        print("  ".join(f"{show(result):>{len(title)}}" for title, show in columns), flush=True)
+        print(line(result, columns), flush=True)
         for message, times in result.errors.items():
             print(f"    {times} × {message}")
     return 1 if empty else 0
@@ -163,6 +168,8 @@ def workload(arguments: argparse.Namespace) -> dict[str, Any]:
     trace = arguments.trace or (KIT_TRACE if KIT_TRACE.is_file() else None)
     if trace is None:
         return {"kind": "synthetic", "input_tokens": 512, "output_tokens": arguments.output_tokens or 128, **limits}
+    if not trace.is_file():
+        raise KitError(f"trace {trace} is not a file")
     kind = arguments.trace_kind or kind_of(trace)
     return {"kind": kind, "path": str(trace), "output_tokens": arguments.output_tokens, **limits}
 
@@ -170,14 +177,14 @@ def workload(arguments: argparse.Namespace) -> dict[str, Any]:
 def columns_for(with_slo: bool, open_loop: bool) -> list[Column]:
     """The table's columns, titles padded to their width."""
 
-    def metric(tag: str, factor: float = 1.0, digits: int = 1) -> Callable[[DriverResult], str]:
+    def metric(tag: str, factor: float = 1.0, digits: int = 1) -> Callable[[Row], str]:
         return lambda result: number(result.metrics.get(tag), factor, digits)
 
-    def count(name: str) -> Callable[[DriverResult], str]:
+    def count(name: str) -> Callable[[Row], str]:
         return lambda result: str(getattr(result.counts, name)) if result.counts else "–"
 
     columns: list[Column] = [
-        (f"{'λ (1/s)' if open_loop else 'c':>7}", lambda result: f"{result.spec.load.value:g}"),
+        (f"{'λ (1/s)' if open_loop else 'c':>7}", lambda row: f"{_load_of(row).value:g}"),
         (f"{'sent':>6}", count("sent")),
         (f"{'ok':>6}", count("completed")),
         ("failed", lambda r: str(r.counts.failed + r.counts.timed_out) if r.counts else "–"),
@@ -192,6 +199,15 @@ def columns_for(with_slo: bool, open_loop: bool) -> list[Column]:
     if with_slo:
         columns += [("goodput (1/s)", metric("goodput", 1, 2)), ("attainment", metric("attainment", 1, 3))]
     return [*columns, ("flags", lambda result: " ".join(result.flags))]
+
+
+def line(row: Row, columns: list[Column]) -> str:
+    """A line of the table: of a cell just driven, or of one recorded before."""
+    return "  ".join(f"{show(row):>{len(title)}}" for title, show in columns)
+
+
+def _load_of(row: Row) -> Load:
+    return row.cell.load if isinstance(row, CellRecord) else row.spec.load
 
 
 def number(value: float | None, factor: float = 1.0, digits: int = 1) -> str:
@@ -218,9 +234,43 @@ class Line:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _open_run(arguments: argparse.Namespace, seed: int) -> Run:
+def settings(spec: LoadSpec) -> dict[str, Scalar]:
+    """All that is asked for beside load point and repeat: cells of one folder share it. Times in seconds.
+
+    Left out are what has no meaning for the kind of load (think time, arrivals), the key's name and the metrics page.
+    """
+    apart = {"load", "repeat", "key_env", "metrics_urls", "metrics_names", "metrics_interval_s", "workload", "arrivals"}
+    told = spec.model_dump(mode="json", exclude=apart)
+    told["extra_body"] = json.dumps(spec.extra_body, sort_keys=True)
+    work = spec.workload.model_dump(mode="json", exclude={"path"})
+    if path := spec.workload.path:
+        work |= {"path": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    told |= {f"workload.{name}": value for name, value in work.items()}
+    if spec.load.kind != "closed":
+        del told["think_time_s"]
+        told |= {"arrivals": spec.arrivals.process, "burstiness": spec.arrivals.burstiness}
+    return told
+
+
+def _open_run(arguments: argparse.Namespace, specs: list[LoadSpec]) -> Run:
+    """The run in ``--out``, made if there is none. Raises KitError if it holds cells of other settings than asked."""
     if (arguments.out / RUN).is_file():
-        return Run.open(arguments.out)
+        run = Run.open(arguments.out)
+        if run.record.profile != PROFILE:
+            raise KitError(
+                f"{run.folder} holds a run of {run.record.model} ({run.record.title}) that `kit load` did not make; "
+                "choose another folder for --out"
+            )
+        asked = settings(specs[0])
+        for cell in run.cells():
+            other = [name for name in asked if name in cell.asked and asked[name] != cell.asked[name]]
+            if cell.status == "ok" and other:
+                raise KitError(
+                    f"{run.folder} holds cells of other settings ("
+                    + "; ".join(f"{name}: {cell.asked[name]} there, {asked[name]} asked for" for name in other)
+                    + "); choose another folder for --out, or ask for the settings it holds to go on in it"
+                )
+        return run
     now = datetime.now(UTC)
     return Run.create(
         arguments.out,
@@ -230,18 +280,18 @@ def _open_run(arguments: argparse.Namespace, seed: int) -> Run:
             title=f"Load on {arguments.url}",
             stand_in=False,
             engine="openai",
-            profile="command-line",
+            profile=PROFILE,
             created_at=now,
-            seed=seed,
+            seed=specs[0].seed,
             card={},
             provenance=collect(sys.argv),
         ),
     )
 
 
-def _append(run: Run, key: CellKey, result: DriverResult, folder: Path, server: Server) -> None:
+def _append(run: Run, key: CellKey, asked: LoadSpec, result: DriverResult, folder: Path, server: Server) -> None:
     spec = result.spec
-    if any(cell.workload_hash != result.workload_hash for cell in run.cells()):
+    if any(cell.workload_hash != result.workload_hash for cell in run.cells() if cell.status == "ok"):
         raise KitError(f"{run.folder} holds cells of another workload; choose another folder for --out")
     completed = bool(result.counts and result.counts.completed)
     run.append(
@@ -250,15 +300,7 @@ def _append(run: Run, key: CellKey, result: DriverResult, folder: Path, server: 
             run_id=run.record.run_id,
             cell=key,
             arm=Arm(name=key.arm, label=spec.base_url, settings={"base_url": spec.base_url}),
-            asked={
-                "burn_in_s": spec.burn_in_s,
-                "warm_up_s": spec.warm_up_s,
-                "window_s": spec.window_s,
-                "think_time_s": spec.think_time_s,
-                "arrivals": spec.arrivals.process if key.load.kind != "closed" else None,
-                "slo": spec.slo,
-                "processes": spec.processes,
-            },
+            asked=settings(asked),
             resolved={**server.resolved, "dialect": spec.dialect, "api": spec.api},
             workload_hash=result.workload_hash,
             seed=spec.seed,
