@@ -208,6 +208,23 @@ def test_parameters_keep_their_types(tmp_path: Path) -> None:
     build("m", [book], {"A": [1, 2], "B": "123e4567", "C": None, "D": 3.10}, tmp_path / "out")
 
 
+def test_a_kernels_sockets_lie_in_a_private_folder_that_goes_away(tmp_path: Path) -> None:
+    book = notebook(
+        tmp_path / "where.ipynb",
+        "import os, stat\n"
+        "from pathlib import Path\n"
+        "from ipykernel.connect import get_connection_file\n"
+        "place = Path(get_connection_file()).parent\n"
+        "assert list(place.glob('kernel-ipc-*')) and not os.stat(place).st_mode & (stat.S_IRWXG | stat.S_IRWXO)\n"
+        "Path(OUT).write_text('\\n'.join([str(place), *sorted(os.listdir())]))",
+        parameters="OUT = ''",
+    )
+    build("m", [book], {"OUT": str(tmp_path / "told.txt")}, tmp_path / "out")
+    place, *beside = (tmp_path / "told.txt").read_text().splitlines()
+    assert beside == ["out", "where.ipynb"], "a killed run would leave what lies there"
+    assert not Path(place).exists()
+
+
 def test_something_that_is_no_notebook_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.ipynb").write_text("{")
     with pytest.raises(KitError, match="cannot be read"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,12 +68,15 @@ def execute(notebook: Path, out: Path, params: Mapping[str, object]) -> Path:
     partial = out.with_name(f"{out.stem}.partial.ipynb")
     out.with_name(f"{out.stem}.params.yaml").write_text(yaml.safe_dump(dict(params), sort_keys=True))
     try:
-        papermill.execute_notebook(
-            str(notebook), str(partial), parameters=dict(params), kernel_name="python3", progress_bar=False,
-            log_output=False, stdout_file=sys.stderr, stderr_file=sys.stderr, cwd=str(notebook.parent),
-            # Sockets in a private folder instead of TCP ports that other users of the machine could reach.
-            config=Config() if os.name == "nt" else Config(KernelManager={"transport": "ipc"}),
-        )  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="kit-kernel-") as private:
+            # Sockets in a private folder instead of TCP ports that other users of the machine could reach. They are
+            # named after the connection file, and would else lie (and, of a killed run, stay) in the notebook's folder.
+            sockets = {"transport": "ipc", "connection_file": os.path.join(private, "kernel.json")}
+            papermill.execute_notebook(
+                str(notebook), str(partial), parameters=dict(params), kernel_name="python3", progress_bar=False,
+                log_output=False, stdout_file=sys.stderr, stderr_file=sys.stderr, cwd=str(notebook.parent),
+                config=Config() if os.name == "nt" else Config(KernelManager=sockets),
+            )  # fmt: skip
     except PapermillExecutionError as error:
         message = _ANSI.sub("", f"{error.ename}: {error.evalue}")
         if error.ename == "KitError":  # a message for the user: it needs no exception's name
