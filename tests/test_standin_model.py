@@ -32,6 +32,11 @@ def ids(rows: int, length: int, vocabulary: int) -> torch.Tensor:
     return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(4))
 
 
+def test_the_shipped_checkpoint_has_the_configuration_that_is_written():
+    shipped = json.loads((TOKENIZER / "config.json").read_text())
+    assert M.config(M.Shape.from_config(shipped)) == shipped
+
+
 def test_trunk_equals_transformers():
     modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
     configuration = pytest.importorskip("transformers.models.qwen3_5.configuration_qwen3_5")

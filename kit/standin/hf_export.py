@@ -36,6 +36,7 @@ VISION = {
     "hidden_act": "gelu_pytorch_tanh",
     "deepstack_visual_indexes": [],
 }
+"""The tower's configuration but for `out_hidden_size`, which is the trunk's width."""
 TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",

@@ -41,6 +41,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kit.standin.hf_export import VISION
+
 Params = dict[str, Tensor]
 TRUNK = "model.language_model."
 MTP_LAYER = "mtp.layers.0."
@@ -510,21 +512,6 @@ def config(s: Shape) -> dict:
             "mrope_interleaved": True,
         },
     }
-    vision = {
-        "model_type": "qwen3_5",
-        "depth": 1,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "in_channels": 3,
-        "out_hidden_size": s.hidden_size,
-        "num_position_embeddings": 256,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "hidden_act": "gelu_pytorch_tanh",
-        "deepstack_visual_indexes": [],
-    }
     return {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",
@@ -535,7 +522,7 @@ def config(s: Shape) -> dict:
         "image_token_id": 6,
         "video_token_id": 7,
         "text_config": text,
-        "vision_config": vision,
+        "vision_config": {**VISION, "out_hidden_size": s.hidden_size},
     }
 
 
