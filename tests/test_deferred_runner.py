@@ -290,6 +290,16 @@ def test_the_command_line_says_what_is_missing(capsys, tmp_path):
     assert "has no tokenizer.json" in capsys.readouterr().err
 
 
+def test_a_length_can_have_arms_of_its_own(tmp_path):
+    given = ["--checkpoint", str(tmp_path), "--out", str(tmp_path / "run"), "--arms", "no-mtp,stock,whole"]
+    options = runner.parser().parse_args([*given, "--lengths", "700,3000", "--only", "3000=no-mtp,stock"])
+    cells = [(c.load.value, arm.name) for c, arm in runner.plan_from(options).cells() if c.repeat == 0]
+    assert sorted(cells) == [(700, "no-mtp"), (700, "stock"), (700, "whole"), (3000, "no-mtp"), (3000, "stock")]
+    for wrong, told in (("3000", "LENGTH=ARM"), ("x=stock", "LENGTH=ARM"), ("700=deep", "unknown arm 'deep'")):
+        with pytest.raises(KitError, match=told):
+            runner.plan_from(runner.parser().parse_args([*given, "--only", wrong]))
+
+
 # ------------------------------------------------------------------------------------------------------------- timeline
 
 

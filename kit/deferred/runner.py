@@ -344,6 +344,13 @@ def _integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers separated by commas") from None
 
 
+def _only(text: str) -> tuple[int, list[str]]:
+    length, equals, names = text.partition("=")
+    if not equals or not length.strip().isdecimal():
+        raise KitError(f"--only {text}: give LENGTH=ARM,ARM…, as in 124928=no-mtp,stock")
+    return int(length), [arm.name for arm in arms_named(names.split(","))]
+
+
 def parser() -> argparse.ArgumentParser:
     """Options of the command line."""
     p = argparse.ArgumentParser(
@@ -355,6 +362,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, help="the run's folder; a run that is there is resumed")
     p.add_argument("--split", type=_integers, default=[], metavar="N,N,…", help="layers on each GPU (default: one GPU)")
     p.add_argument("--arms", default="one-gpu", help="names separated by commas; one-gpu and two-gpus are sets")
+    p.add_argument("--only", action="append", default=[], metavar="LENGTH=ARM,ARM…", help="arms measured at a length")
     p.add_argument("--lengths", type=_integers, default=[16384, 124928], help="prompt tokens (default 16384,124928)")
     p.add_argument("--output", type=int, default=1024, help="output tokens (default 1024)")
     p.add_argument("--repeats", type=int, default=3)
@@ -366,6 +374,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--budget-s", type=float, help="begin no cell after this many seconds")
     p.add_argument("--trace", type=Path, default=Path("data/traces/agent-sessions.jsonl.gz"))
     p.add_argument("--timeline", default="", help="arms whose timeline of three chunks is recorded")
+    p.add_argument("--timeline-from", type=int, default=0, metavar="TOKEN", help="where in the prompt those chunks lie")
     p.add_argument("--model", default="stand-in", help="name of the model card the run belongs to")
     p.add_argument("--title", default="", help="what the checkpoint is")
     p.add_argument("--product", action="store_true", help="the weights are a product model's, not a stand-in's")
@@ -395,7 +404,9 @@ def plan_from(a: argparse.Namespace) -> PrefillPlan:
         seed=a.seed,
         budget_s=a.budget_s,
         trace=a.trace,
+        only=dict(_only(text) for text in a.only),
         timeline=[name for name in a.timeline.split(",") if name],
+        timeline_from=a.timeline_from,
     )
 
 

@@ -29,6 +29,9 @@ def write_timeline(
 ) -> None:
     """Record what each GPU did during three chunks of a prompt, around a flush where the arm has one.
 
+    The chunks are early ones unless the plan says from which token on: attention makes each chunk of a long prompt
+    dearer than the one before.
+
     Written as ``timeline-<arm>.json``: per GPU the spans of time in which kernels ran, labelled by the pass that
     launched them (target, mtp or other), in microseconds from the first span. Taken with torch's profiler, which
     slows the host down: the shape is what is read off, not the speed.
@@ -38,7 +41,7 @@ def write_timeline(
 
     settings = ArmSettings.of(arm)
     depth = settings.depth if isinstance(settings.depth, int) else 1
-    skip = max(3, depth - 2)
+    skip = max(3, depth - 2, plan.timeline_from // plan.layout.chunk)
     length = min((skip + TIMELINE_CHUNKS + 3) * plan.layout.chunk, cache_tokens(plan) - 4 * PAGE)
     ids = prompt_of(length)
     from exllamav3 import Job
@@ -65,6 +68,7 @@ def write_timeline(
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     spans = {"arm": arm.name, "label": arm.label, "chunk": plan.layout.chunk, "chunks": TIMELINE_CHUNKS}
+    spans["from_token"] = skip * plan.layout.chunk
     spans |= gpu_spans(events)
     (folder / f"timeline-{arm.name}.json").write_text(json.dumps(spans))
 

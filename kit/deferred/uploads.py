@@ -12,13 +12,16 @@ chunk.
 then copies without blocking), and the embedding rows are staged in a pinned buffer and uploaded to the device that
 reads them. The values are the same bytes, so results are bit-identical.
 
-**Rows in the table's own type.** The embedding module gathers the rows, then widens them on the host: for a chunk of
+**Rows in the table's own type.** The embedding module gathers the rows, then converts them on the host: for a chunk of
 3072 at hidden size 5120, 60 MiB of freshly allocated float32, which one thread fills, uploads and frees before it can
 launch anything. A timeline on two H200s (``data/runs``, run 20261129T161202Z-exllamav3) has 38 ms of host work between
-two chunks' passes, this among it, with the first GPU idle. Where nothing but gathering and widening is asked
-(:func:`plain_table`), the rows are therefore gathered straight into the pinned buffer in the table's type, and widened
-on the device: half the bytes, no fresh allocation, and widening is exact wherever it is done. For that moment the
-device holds the narrow rows too (30 MiB). What this wins on GPUs has not been measured yet.
+two chunks' passes, this among it, with the first GPU idle. Where nothing but gathering and converting is asked
+(:func:`plain_table`), the rows are therefore gathered straight into the pinned buffer in the table's type, and
+converted on the device: half the bytes, no fresh allocation. For that moment the device holds the narrow rows too
+(30 MiB). The next timeline has 1 to 3 ms of the host in its place for the target's rows.
+
+The bits stay the module's own: widening is exact wherever it is done, and bfloat16 to half, which the MTP head asks
+for, rounds to nearest even on either device (so do CUDA's and torch's CPU conversions).
 
 Load the MTP head on the last GPU with this (in TabbyAPI ``draft_gpu_split: [0, x]``): there the target's hidden state
 already is, so the first GPU never waits for the last. Running MTP on a second stream of the first GPU instead would
@@ -37,6 +40,9 @@ import torch
 from . import hold
 
 TABLES = ("block_table", "cache_seqlens", "positions")
+
+SAME_ROUNDING = {(torch.bfloat16, torch.half)}
+"""Narrowing conversions that give the same bits on the CPU and on a GPU (checked by tests/test_deferred_gpu.py)."""
 
 RING = 4
 """Buffers: the host may be this many uploads ahead of the devices before it waits for the oldest."""
@@ -95,10 +101,11 @@ class PinnedRing:
 def plain_table(
     module: Any, ids: torch.Tensor, params: Mapping[str, Any], out_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.dtype] | None:
-    """(table, type asked for) if a pass of the embedding module is no more than gathering rows and widening them.
+    """(table, type asked for) if a pass of the embedding module is no more than gathering rows and converting them.
 
     None for everything else: rows from disk or in a quantised table, scaled or normalised rows, images among the
-    tokens, rows that a drafting loop already has, a type that rounds. The engine's own code then runs.
+    tokens, rows that a drafting loop already has, a conversion not known to give the same bits on every device. The
+    engine's own code then runs.
     """
     embedding = getattr(module, "embedding", None)
     wanted = out_dtype or getattr(module, "out_dtype", None)
@@ -108,7 +115,8 @@ def plain_table(
     on_host = table.device.type == ids.device.type == "cpu"
     scaled = getattr(module, "normalize", True) or getattr(module, "multiplier", None) != 1.0
     given = params.get("indexed_embeddings") or params.get("draft_embedding") is not None
-    if not on_host or scaled or given or torch.promote_types(table.dtype, wanted) != wanted:
+    exact = torch.promote_types(table.dtype, wanted) == wanted or (table.dtype, wanted) in SAME_ROUNDING
+    if not on_host or scaled or given or not exact:
         return None
     return table, wanted
 

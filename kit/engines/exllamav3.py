@@ -179,7 +179,9 @@ class PrefillPlan(Strict):
         warm_up_tokens: Length of the unrecorded prompts that compile kernels first.
         budget_s: Stop beginning cells when this many seconds since the start of the process are over.
         trace: Sessions whose text the prompts are made of.
+        only: By prompt length, the arms measured at it; a length that is not in it has all.
         timeline: Arms whose timeline of three chunks is recorded.
+        timeline_from: The token from which on those chunks lie (an early one if the prompt is to be short).
     """
 
     folder: Path
@@ -192,7 +194,9 @@ class PrefillPlan(Strict):
     seed: int = 0
     budget_s: float | None = None
     trace: Path
+    only: dict[int, list[str]] = {}
     timeline: list[str] = []
+    timeline_from: int = Field(default=0, ge=0)
     experiment: str = EXPERIMENT
 
     def cells(self, done: set[str] | None = None) -> Iterator[tuple[CellKey, Arm]]:
@@ -203,7 +207,7 @@ class PrefillPlan(Strict):
         """
         for repeat in range(self.repeats):
             for length in self.lengths:
-                arms = list(self.arms)
+                arms = [a for a in self.arms if length not in self.only or a.name in self.only[length]]
                 random.Random(f"{self.seed}/{repeat}/{length}").shuffle(arms)
                 for arm in arms:
                     key = CellKey(

@@ -601,12 +601,14 @@ def session(
     steps: Sequence[str] = STEPS,
     policy_window_s: float = 24.0,
     policy_repeats: int = 3,
+    port: int = sglang.DEFAULT_PORT,
     argv: Sequence[str] = (),
 ) -> Run:
     """Measure as much as ``budget_s`` allows, in order of importance; go on with the run in ``folder`` if there is one.
 
     ``phases``: arms of ``draft_width`` whose deployments fit on the GPU side by side, a list for each time the servers
-    are changed. ``steps``: of each phase, in order. A cell is begun only if it can end in time.
+    are changed. ``steps``: of each phase, in order. A cell is begun only if it can end in time. ``port``: the first
+    server's; sessions beside one another on one machine need ports of their own.
     """
     deadline = time.monotonic() + budget_s
     run = _open_run(folder, card, weights, profile, argv)
@@ -624,7 +626,7 @@ def session(
             break
         needed = [group for group in groups if set(phase) & set(group.arms)]
         needed.sort(key=lambda group: group.settings.get("speculation") != "mtp")  # they take longest to start
-        with bench.up(needed) as not_up:
+        with bench.up(needed, port) as not_up:
             for line in bench.comparable(experiment):
                 _say(f"not comparable: {line}")
             cells = in_order("draft_width", phase, loads, profile.repeats, run.record.seed, tiers)
@@ -772,6 +774,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=float, default=6.0, metavar="S")
     parser.add_argument("--policy-window", type=float, default=24.0, metavar="S")
     parser.add_argument("--policy-repeats", type=int, default=3)
+    parser.add_argument("--port", type=int, default=sglang.DEFAULT_PORT, help="of the first server; the next has +10")
     arguments = parser.parse_args(argv)
     try:
         card = load_card(arguments.card.stem, arguments.card.parent)
@@ -799,6 +802,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             steps=arguments.step or STEPS,
             policy_window_s=arguments.policy_window,
             policy_repeats=arguments.policy_repeats,
+            port=arguments.port,
             argv=sys.argv if argv is None else ["kit.measure.sglang", *argv],
         )
     except KitError as error:
