@@ -160,6 +160,31 @@ def test_the_model_is_fitted_where_it_can_be_and_advises_within_a_budget(recorde
     assert prefill.advice(few)[0].startswith("The model gives no advice for 2 GPUs")
 
 
+def test_the_hosts_time_is_told_apart_by_turn_wait_and_embedding():
+    spans = [[0, 10e3, "embedding"], [10e3, 50e3, "target"], [50e3, 60e3, "mtp"], [52e3, 56e3, "embedding"]]
+    twice = spans + [[b + 100e3, e + 100e3, label] for b, e, label in spans]
+    timeline = {
+        "label": "x", "chunks": 2, "gpus": [{"device": 0, "spans": [[0, 60e3, "target"], [60e3, 70e3, "copy"]]}],
+        "host": twice, "iterations": [[0, 100e3], [100e3, 200e3]],
+        "host_waits": [[20e3, 25e3, "cudaMemcpyAsync"], [53e3, 55e3, "cudaEventSynchronize"], [150e3, 154e3, "x"],
+                       [210e3, 250e3, "cudaDeviceSynchronize"]],
+    }  # fmt: skip
+    t = prefill.host_time(timeline)
+    assert t.waiting == pytest.approx((5 + 2 + 4) / 2)
+    assert t.embedding == pytest.approx((10 + 4 - 2 + 10 + 4 - 2) / 2)  # the second turn's wait covers half of it
+    assert t.mtp == pytest.approx((10 - 2 - 2 + 10 - 4 - 2) / 2)
+    assert t.launching == pytest.approx(t.mtp + (40 - 5 + 40) / 2)
+    assert t.total == pytest.approx(100) and t.own == pytest.approx(100 - t.waiting)
+    assert t.gpus == {0: pytest.approx(30)}
+
+
+def test_no_scheduling_wins_back_the_mtp_passes_own_work(recorded):
+    work, *_ = prefill.own_work(prefill.parts(recorded)[0])  # unblock-8 defers: its chunks hold other chunks' passes
+    assert work.arm == "stock" and work.mtp == pytest.approx(5.5) and work.target == pytest.approx(120)
+    assert work.ceiling == pytest.approx(120 / 125.5)
+    assert any("no scheduling gives more" in text for text in prefill.answers(prefill.parts(recorded)[0]))
+
+
 def test_timelines_show_stock_and_the_best_arm_that_has_one(recorded):
     two = prefill.parts(recorded)[0]
     first, second = prefill.lanes(two)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import figures_data as data
@@ -11,8 +12,9 @@ import pytest
 from kit.figures.figure import NotRecorded
 from kit.figures.timeline_policy import timeline_policy
 from kit.figures.waterfall import waterfall
+from kit.load.window import UNSTEADY_FLAG
 from kit.records.schema import Arm, CellKey, CellRecord, Chunk, Load, ServerSample
-from kit.report import widths
+from kit.report import gpu_time, widths
 from kit.report.notebook import Evidence
 
 S = 10**9
@@ -93,3 +95,80 @@ def test_no_samples_no_timeline(tmp_path: Path) -> None:
     run = data.make_run(tmp_path / "run", [width_cell("b1", 0, "policy")], card={})
     with pytest.raises(NotRecorded):
         widths.timelines(Evidence("policy", [run]))
+
+
+def test_a_load_with_an_unsteady_rung_is_not_drawn_and_its_cells_are_named(tmp_path: Path) -> None:
+    whole = evidence(tmp_path, list(TPS))
+    flagged = [c.model_copy(update={"flags": [UNSTEADY_FLAG]}) for c in whole.cells if c.cell.arm == "b0"]
+    elsewhere = [c.model_copy(update={"cell": c.cell.model_copy(update={"load": Load(kind="closed", value=64)})})
+                 for c in [*flagged, *(c for c in whole.cells if c.cell.arm != "b0")]]  # fmt: skip
+    run = data.make_run(tmp_path / "more", [*whole.cells, *elsewhere], card=whole.runs[0].record.card)
+    both = Evidence("draft_width", [run])
+    assert [made.load for made in widths.ladder(both)] == [8]
+    assert "Not drawn: c\u00a0=\u00a064" in widths.ladder_caption(both)
+    assert widths.isolation(both).estimate("output_tps", "b0", 64) is None
+    (said,) = widths.left_out(both)
+    assert said.startswith("c\u00a0=\u00a064: left out of every throughput here are 3 of B0.")
+    assert any(
+        "The whole: against a deployment without MTP (A), B1 gives 0.80×" in text for text in widths.causes(both)
+    )
+    assert widths.left_out(whole) == []
+
+
+def timed(arm: str, load: int, repeat: int, per_token_s: float, prompt_s: float):
+    """A cell of 4 s with 40 tokens a second, samples every second, and the server's timers."""
+    key = CellKey(experiment="draft_width", arm=arm, load=Load(kind="closed", value=load), repeat=repeat)
+    cell = width_cell(arm, repeat, window_ns=(100 * S, 104 * S)).model_copy(update={"cell": key})
+    chunks = [Chunk(t_ns=100 * S + i * S // 10, chars=4, tokens_so_far=4 * (i + 1)) for i in range(-20, 60)]
+    chunks = [c.model_copy(update={"tokens_so_far": 4 * (i + 1)}) for i, c in enumerate(chunks)]
+    request = data.request(0, "p", "o").model_copy(update={"chunks": chunks, "completion_tokens": 320})
+    names = (
+        {"target_verify": per_token_s * 0.9, "eagle_draft": per_token_s * 0.1}
+        if arm != "a"
+        else {"decode": per_token_s}
+    )
+    samples = [
+        ServerSample(
+            t_ns=(100 + i) * S + S // 2,
+            values={f'sglang:forward_execution_seconds_total{{category="{kind}"}}': 7 + 40 * i * cost
+                    for kind, cost in names.items()}
+            | {'sglang:forward_execution_seconds_total{category="extend"}': 3 + i * prompt_s},
+        )
+        for i in range(-1, 6)
+    ]  # fmt: skip
+    return cell, request, samples
+
+
+def test_gpu_time_per_token_comes_from_timers_and_the_tokens_between_two_samples(tmp_path: Path) -> None:
+    run = data.make_run(tmp_path / "run", [], card={"experiments": {"draft_width": {"baseline": "a", "arms": {}}}})
+    for load, plain, drafting, prompts in ((1, 0.016, 0.004, 0.1), (64, 0.008, 0.006, 0.4)):
+        for arm, cost in (("a", plain), ("b2", drafting)):
+            for repeat in range(3):
+                cell, request, samples = timed(arm, load, repeat, cost, prompts)
+                run.append(cell, [request])
+                path = run.folder / "raw" / f"{cell.cell.id}.samples.jsonl.gz"
+                path.write_bytes(gzip.compress("".join(s.model_dump_json() + "\n" for s in samples).encode()))
+    times = gpu_time.gpu_times(Evidence("draft_width", [run]))
+    one = times.found["b2", 1][0]
+    assert one.seconds == 3 and one.tokens == 120 and one.per_token == pytest.approx(0.004)
+    assert one.prompt_share == pytest.approx(0.1 / (0.1 + 40 * 0.004)) and one.busy == pytest.approx(0.26)
+    row = gpu_time.table(times).set_index(["arm", "c"]).loc["B2", "64"]
+    assert row["decode or verify (ms)"] == pytest.approx(5.4) and row["draft (ms)"] == pytest.approx(0.6)
+    _, last = gpu_time.ladder(times, [("a", None), ("b0", "draft-extend"), ("b2", "drafting")])
+    assert [r.label for r in last.rungs] == ["A", "B2"] and last.rungs[1].mean == pytest.approx(1 / 0.006)
+    assert last.rungs[1].step == "draft-extend + drafting"
+    said = gpu_time.shrinking(times, "a", "b2")
+    assert "takes B2 0.25× at c\u00a0=\u00a01 and 0.75× at c\u00a0=\u00a064 the GPU time that A takes" in said
+    with pytest.raises(NotRecorded):
+        gpu_time.gpu_times(Evidence("policy", [run]))
+
+
+def test_a_policy_of_one_row_is_said_to_switch_nothing(tmp_path: Path) -> None:
+    rows = {"rows": [{"running": 1, "width": 4}], "margin": 0, "dwell_steps": 8}
+    cells = [width_cell("b1", 0, "policy", asked={"policy": json.dumps(rows)}), width_cell("b0", 0, "policy")]
+    policy = Evidence("policy", [data.make_run(tmp_path / "run", cells, card={})])
+    assert "never changed the width" in widths.policy_notes(policy)[1]
+    assert list(widths.policy_table(policy)["n"]) == ["1", "1"]
+    rows["rows"].append({"running": 8, "width": 1})
+    cells = [width_cell("b1", 0, "policy", asked={"policy": json.dumps(rows)})]
+    assert len(widths.policy_notes(Evidence("policy", [data.make_run(tmp_path / "two", cells, card={})]))) == 1

@@ -133,8 +133,7 @@ def _headline(arms: Sequence[Lanes]) -> str:
     text = (
         f"{first.label[:1].upper()}{first.label[1:]}: a GPU stands still for {(1 - least) * 100:.0f}\u00a0% of {chunks}"
     )
-    if len(arms) > 1:
-        other = arms[-1]
+    for other in arms[1:]:
         rest = min(other.busy(gpu) for gpu in other.gpus)
         text += f"; {other.label}: {number((1 - rest) * 100, 2)}\u00a0%"
     return text

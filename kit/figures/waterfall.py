@@ -50,8 +50,11 @@ def waterfall(
     sources: Sequence[Source] = (),
     flags: Sequence[str] = (),
     name: str = "waterfall",
+    of: str = "",
 ) -> Figure:
     """A panel per load: the first and last arm as bars from 0, the steps between as floating bars with their change.
+
+    ``of``: what the changes are changes of, where it is not the output.
 
     A step whose 95 % interval covers no change is drawn pale and marked (noise). Raises NotRecorded if no ladder has
     two known rungs.
@@ -123,7 +126,7 @@ def waterfall(
     return Figure(
         name=name,
         svg=svg,
-        headline=_headline(usable, letter),
+        headline=_headline(usable, letter) + (f" {of}" if of else ""),
         caption=f"{caption} Each step is a single difference between two arms, as a ratio paired by repeat. "
         f"{spread}".strip(),
         alt="Waterfall from the first arm to the last. "
@@ -173,20 +176,23 @@ def _headline(ladders: Sequence[Ladder], letter: str) -> str:
 
 
 def ladders(sweep: Sweep, steps: Sequence[tuple[str, str | None]], metric: str = "output_tps") -> list[Ladder]:
-    """A ladder per load from a sweep's arms. ``steps``: (arm, what separates it from the one before).
+    """A ladder per load from a sweep's arms. ``steps``: (arm, what separates it from the one before)."""
+    return [
+        ladder_of(load, [(sweep.label(arm), sweep.repeats(metric, arm, load), step) for arm, step in steps])
+        for load in sweep.loads
+    ]
 
-    An arm that was not measured is left out, and its step is joined to the next one's name.
+
+def ladder_of(load: float, steps: Sequence[tuple[str, Mapping[int, float | None], str | None]]) -> Ladder:
+    """A ladder from (label, values by repeat, what separates it from the one before).
+
+    One without a value is left out, and its step is joined to the next one's name.
     """
-    found = []
-    for load in sweep.loads:
-        rungs: list[Rung] = []
-        pending: list[str] = []
-        for arm, step in steps:
-            pending += [step] if step else []
-            values = sweep.repeats(metric, arm, load)
-            if not any(v is not None for v in values.values()):
-                continue
-            rungs.append(Rung(sweep.label(arm), values, " + ".join(pending) if rungs else None))
+    rungs: list[Rung] = []
+    pending: list[str] = []
+    for label, values, step in steps:
+        pending += [step] if step else []
+        if any(v is not None for v in values.values()):
+            rungs.append(Rung(label, values, " + ".join(pending) if rungs else None))
             pending = []
-        found.append(Ladder(load, rungs))
-    return found
+    return Ladder(load, rungs)

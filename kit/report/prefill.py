@@ -188,9 +188,10 @@ class Part:
 
 
 def parts(evidence: Evidence) -> list[Part]:
-    """The layouts of a model's runs of this experiment: more GPUs first; of one layout with different requests, the one
-    with more repeats of every arm first. A part's figures come from the run that the request found, if it is a local
-    one; else from the recorded run with the most good cells (the newest of equals).
+    """The layouts of a model's runs of this experiment: more GPUs first, then more arms.
+
+    A part's figures come from the run that the request found, if it is a local one; else from the recorded run with the
+    most good cells (the newest of equals).
 
     Raises KitError if no cell of any run ended well.
     """
@@ -221,8 +222,7 @@ def parts(evidence: Evidence) -> list[Part]:
         made.append(Part(Evidence(evidence.experiment, [first]), rest, apart=layouts.count(layout) > 1))
 
     def order(part: Part) -> tuple:
-        least = min(part.n(length)[0] for length in part.lengths)
-        return (part.gpus, str(part.good[0].resolved.get("split")), least, part.run.record.created_at)
+        return (part.gpus, len(part.sweep.arms), part.run.record.created_at)
 
     return sorted(made, key=order, reverse=True)
 
@@ -251,9 +251,10 @@ def answers(part: Part) -> list[str]:
         known = [e for e in over if e.verdict != "unknown"]
         beyond = sorted((e for e in known if e.verdict == "above"), key=lambda e: -e.ratio.mean)
         if beyond:
-            text += "; against stock, " + listed([_gain(part, e) for e in beyond])
-            rest = len(known) - len(beyond)
-            text += f" ({rest} other remedies not above the noise)" if rest else ""
+            text += "; against stock, " + listed([_gain(part, e) for e in beyond[:MOST_NAMED]])
+            others = [f"{n} more above the noise" for n in [len(beyond[MOST_NAMED:])] if n]
+            others += [f"{n} not above it" for n in [len(known) - len(beyond)] if n]
+            text += f" (of the other remedies {listed(others)})" if others else ""
         elif known:
             top = max(known, key=lambda e: e.ratio.mean)
             text += (
@@ -264,13 +265,17 @@ def answers(part: Part) -> list[str]:
             low, high = part.n(length)
             text += f"; with n = {low if low == high else f'{low} to {high}'} no remedy can be told from another"
         said.append(text + ".")
-    said += [*_yardstick(part), *_pace(part), *_outliers(part), *_exactness(part)]
+    said += [*_yardstick(part), *_floor(part), *_pace(part), *_outliers(part), *_exactness(part)]
     if part.gpus == 1:
         said.append(
             "On one GPU there is no interruption to win back: target and MTP passes share it, and deferring only "
             "changes their order."
         )
     return said
+
+
+MOST_NAMED = 3
+"""Remedies named in the answer; the figure of every arm has them all."""
 
 
 def _gain(part: Part, effect: Effect) -> str:
@@ -280,12 +285,22 @@ def _gain(part: Part, effect: Effect) -> str:
 
 
 def _yardstick(part: Part) -> list[str]:
-    """No MTP gains from unblocked inputs too: what MTP still costs must be told against that."""
+    """The best remedy against no MTP. Unblocked inputs help no MTP too, so what MTP still costs is told against that.
+
+    One GPU has no such arm of its own there, and no split to recover.
+    """
     said = []
     for length in part.lengths:
         base = part.sweep.effect("input_tps", UNBLOCKED, length) if UNBLOCKED in part.sweep.arms else None
         if base is None:
             continue
+        over = [e for arm in part.remedies if (e := part.sweep.effect("input_tps", arm, length))]
+        if over:
+            top = max(over, key=lambda e: e.ratio.mean)
+            said.append(
+                f"{length:,} tokens: against no MTP as it comes, the best remedy ({part.sweep.label(top.arm)}) reads "
+                f"at {_interval(top.ratio)} the speed."
+            )
         text = f"{length:,} tokens: unblocked inputs also change no MTP, {_interval(base.ratio)}"
         others = [
             f"{part.sweep.label(arm)} {_interval(e.ratio)}"
@@ -296,11 +311,89 @@ def _yardstick(part: Part) -> list[str]:
     return said
 
 
+def _floor(part: Part) -> list[str]:
+    """What no order of the passes can win back, from the timeline of the best arm that has one."""
+    speed = {arm: part.mean("input_tps", arm, part.lengths[-1]) or 0.0 for arm in part.arms}
+    works = sorted(own_work(part), key=lambda w: -speed.get(w.arm, 0.0))
+    return [
+        f"The MTP passes' own work, from a timeline of {work.label} {work.where}: {number(work.mtp, 3)} ms of GPU time "
+        f"per chunk beside {number(work.target, 3)} ms of the target's. Were all work shared evenly, with MTP and "
+        f"without, and nothing ever waited, MTP would read at {times(work.ceiling)} the speed of no MTP there; no "
+        "scheduling gives more."
+        for work in works[:1]
+    ]
+
+
+@dataclass(frozen=True)
+class OwnWork:
+    """GPU time per chunk of the target's passes and of the MTP passes, over all GPUs, ms; from one profile."""
+
+    arm: str
+    label: str
+    from_token: int | None
+    target: float
+    mtp: float
+
+    @property
+    def where(self) -> str:
+        """In words, which chunks were profiled."""
+        return "early in the prompt" if not self.from_token else f"from token {self.from_token:,} on"
+
+    @property
+    def ceiling(self) -> float:
+        """Throughput ÷ no MTP if all GPUs shared all work evenly without a wait: target ÷ (target + MTP)."""
+        return self.target / (self.target + self.mtp)
+
+
+def own_work(part: Part) -> list[OwnWork]:
+    """Of every timeline of an arm that runs MTP passes and defers none, so that a chunk's pass is in its turn; the
+    part's own run before others."""
+    found = []
+    for run in (part.run, *part.others):
+        for path in sorted(run.folder.glob("timeline-*.json")):
+            text = json.loads(path.read_text())
+            settings = part.arms.get(text["arm"])
+            if settings is None or settings.drafting != "mtp" or settings.depth != 1 or settings.coalesce:
+                continue
+            spent = dict.fromkeys(("target", "mtp"), 0.0)
+            for gpu in text["gpus"]:
+                for begin, end, label in gpu["spans"]:
+                    if label in spent:
+                        spent[label] += (end - begin) / text["chunks"] / 1000
+            seen = {(work.arm, work.from_token) for work in found}
+            if all(spent.values()) and (text["arm"], text.get("from_token")) not in seen:
+                found.append(OwnWork(text["arm"], text["label"], text.get("from_token"), spent["target"], spent["mtp"]))
+    return found
+
+
+def own_work_table(of: Sequence[Part]) -> pd.DataFrame:
+    """Of every layout, since where a pass runs does not change what it does. Raises NotRecorded without a timeline."""
+    rows = [
+        {
+            "layout": part.title,
+            "timeline of": work.label,
+            "chunks": work.where,
+            "target (ms)": work.target,
+            "MTP (ms)": work.mtp,
+            "MTP ÷ target": f"{work.mtp / work.target * 100:.1f} %",
+            "at best ÷ no MTP": round(work.ceiling, 3),
+        }
+        for part in of
+        for work in own_work(part)
+    ]
+    if not rows:
+        raise NotRecorded("no timeline of an arm with MTP passes was recorded")
+    return pd.DataFrame(rows)
+
+
 def _pace(part: Part) -> list[str]:
+    """Of stock and of the best remedy that has a timeline; the table has the others."""
     try:
-        return [f"From a timeline of {text}" for text in host_notes(part)]
+        found = host_times(part)
     except NotRecorded:
         return []
+    shown = [lane.label for lane in lanes(part)][:2]
+    return [f"From a timeline of {host_note(part, t)}" for label in shown for t in found if t.label == label]
 
 
 ODD_ONE = {"input_tps": (0.6, "in"), "decode_tps": (0.25, "out")}
@@ -540,7 +633,7 @@ def utilisation_table(part: Part) -> pd.DataFrame:
 
 
 def lanes(part: Part) -> list[Lanes]:
-    """The recorded timelines: stock first, then the arm with the best input throughput that has one, then the others.
+    """The recorded timelines: stock, the remedy with the best input throughput that has one, the best arm without MTP.
 
     Raises NotRecorded if there is none.
     """
@@ -555,8 +648,10 @@ def lanes(part: Part) -> list[Lanes]:
     if not found:
         raise NotRecorded("no timeline of the GPUs was recorded")
     speed = {arm: part.mean("input_tps", arm, part.lengths[-1]) or 0.0 for arm in found}
-    others = sorted((arm for arm in found if arm != STOCK), key=lambda arm: -speed[arm])
-    return [found[arm] for arm in ([STOCK] if STOCK in found else []) + others[:1]]
+    ranked = sorted(found, key=lambda arm: -speed[arm])
+    plain = [arm for arm in ranked if arm in part.arms and part.arms[arm].drafting == "none"]
+    remedies = [arm for arm in ranked if arm != STOCK and arm not in plain]
+    return [found[arm] for arm in ([STOCK] if STOCK in found else []) + remedies[:1] + plain[:1]]
 
 
 @dataclass(frozen=True)
@@ -597,11 +692,19 @@ BETWEEN_US = 20_000.0
 
 
 def host_times(part: Part) -> list[HostTime]:
-    """Of every timeline of the part that has the host's spans. Raises NotRecorded if there is none."""
+    """Of every timeline of the part that has the host's spans, early chunks before late ones. Raises NotRecorded if
+    there is none.
+
+    Arms that defer are left out: their three chunks hold the passes of all the chunks that were queued.
+    """
     found = []
     for run in (part.run, *part.others):
         for path in sorted(run.folder.glob("timeline-*.json")):
-            made = host_time(json.loads(path.read_text()))
+            text = json.loads(path.read_text())
+            settings = part.arms.get(text["arm"])
+            if settings is not None and settings.depth != 1:
+                continue
+            made = host_time(text)
             if made is not None and made.label not in {f.label for f in found}:
                 found.append(made)
     if not found:
@@ -628,11 +731,14 @@ def host_time(timeline: dict[str, Any]) -> HostTime | None:
         sums["waiting"] += _overlap(waits, begin, end)
         for label, mine in busy.items():
             for span in mine:
-                inside = max(0.0, min(end, span[1]) - max(begin, span[0]))
-                inside -= _overlap(waits, max(begin, span[0]), min(end, span[1])) if inside else 0.0
-                sums[label] += inside
-                if label == "mtp":  # its input asks the embedding for rows
-                    sums["mtp"] -= _overlap(busy["embedding"], max(begin, span[0]), min(end, span[1])) if inside else 0
+                since, until = max(begin, span[0]), min(end, span[1])
+                if since >= until:
+                    continue
+                sums[label] += until - since - _overlap(waits, since, until)
+                if label == "mtp":  # its input asks the embedding for rows, whose own waits are out of it already
+                    for inner in busy["embedding"]:
+                        a, b = max(since, inner[0]), min(until, inner[1])
+                        sums["mtp"] -= max(0.0, b - a - _overlap(waits, a, b)) if a < b else 0.0
     whole = sum(end - begin for begin, end in turns)
     told = bool(busy["embedding"])
     per_chunk = 1 / len(turns) / 1000
@@ -674,27 +780,31 @@ def host_table(part: Part) -> pd.DataFrame:
     )
 
 
-def host_notes(part: Part) -> list[str]:
-    """What sets the pace, in words. Raises NotRecorded without a timeline."""
-    said = []
-    for t in host_times(part):
-        slowest = max(t.gpus.values())
-        own = t.own
-        rows = "" if t.embedding is None else f", {number(t.embedding, 3)} ms on embedding rows"
-        among = " (the embedding rows among it)" if t.embedding is None else ""
-        text = (
-            f"{t.label}: for each chunk the host spends {number(t.launching, 3)} ms launching{rows}, "
-            f"{number(t.between, 3)} ms on other work of its own{among} and {number(t.waiting, 3)} ms waiting for a "
-            f"GPU; the busier GPU has {number(slowest, 3)} ms of work."
+WAITS = 0.2
+"""Part of a chunk's turn: a host that waits for longer is what keeps the GPUs from working at once."""
+
+
+def host_note(part: Part, t: HostTime) -> str:
+    """What sets the pace, in words."""
+    slowest = max(t.gpus.values())
+    rows = "" if t.embedding is None else f", {number(t.embedding, 3)} ms on embedding rows"
+    among = " (the embedding rows among it)" if t.embedding is None else ""
+    text = (
+        f"{t.label}: for each chunk the host spends {number(t.launching, 3)} ms launching{rows}, "
+        f"{number(t.between, 3)} ms on other work of its own{among} and {number(t.waiting, 3)} ms waiting for a "
+        f"GPU; the busier GPU has {number(slowest, 3)} ms of work."
+    )
+    if t.waiting > WAITS * t.total and t.own <= t.total / 2:
+        return text  # it waits because the GPUs are busy: they set the pace
+    if t.waiting > WAITS * t.total:
+        text += " While it waits it hands no GPU any work, so the GPUs take turns."
+    if t.own > slowest:
+        text += (
+            f" So the host sets the pace, and a layer split has little to pipeline: without any wait a chunk would "
+            f"still take {number(t.own, 3)} ms ({number(part.chunk / t.own * 1000)} t/s), however many GPUs share the "
+            "layers. A profiler makes launches slower, so this is an upper bound of the time."
         )
-        if own > slowest:
-            text += (
-                f" So the host sets the pace, and a layer split has little to pipeline: without any wait a chunk would "
-                f"still take {number(own, 3)} ms ({number(part.chunk / own * 1000)} t/s), however many GPUs share the "
-                "layers. A profiler makes launches slower, so this is an upper bound of the time."
-            )
-        said.append(text)
-    return said
+    return text
 
 
 def timeline(part: Part) -> Figure:

@@ -6,7 +6,7 @@ deployment at width k; ``a``, ``a-capped`` and ``b0s`` are deployments of their 
 
 from __future__ import annotations
 
-import gzip
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,15 +14,17 @@ from dataclasses import replace
 import pandas as pd
 
 from kit.errors import KitError
-from kit.figures.figure import NotRecorded, listed, percent
+from kit.figures.figure import NotRecorded, listed, percent, times
 from kit.figures.sweep import Effect, Sweep
 from kit.figures.timeline_policy import Timeline
 from kit.figures.waterfall import Ladder, ladders
-from kit.load.window import chunk_tokens
+from kit.load.window import UNSTEADY_FLAG, chunk_tokens
 from kit.records.schema import CellRecord, ServerSample
-from kit.records.stats import MIN_REPEATS_FOR_INTERVAL
+from kit.records.stats import MIN_REPEATS_FOR_INTERVAL, estimate
 from kit.records.store import Run
+from kit.report.gpu_time import gpu_times, shrinking
 from kit.report.notebook import Evidence
+from kit.report.samples import samples_of
 
 _WIDTH = re.compile(r"^(?:b|w|width-)(\d+)$")
 
@@ -39,16 +41,42 @@ def width_of(arm: str) -> int | None:
 def isolation(evidence: Evidence) -> Sweep:
     """The arms of one deployment that differ in the draft width alone, against width 0 where it was measured.
 
-    Where the requests carry no counts of drafts, acceptance and tokens per step are the server's own (:func:`counted`).
-    An experiment whose arms have other names is taken whole, with the card's baseline.
+    Cells whose window was not steady are left out. Where the requests carry no counts of drafts, acceptance and tokens
+    per step are the server's own (:func:`counted`). An experiment whose arms have other names is taken whole, with the
+    card's baseline.
     """
-    evidence = counted(evidence)
+    evidence = counted(steady(evidence))
     present = list(dict.fromkeys(c.cell.arm for c in evidence.cells if c.status == "ok"))
     widths = sorted((arm for arm in present if width_of(arm) is not None), key=lambda arm: width_of(arm) or 0)
     sweep = evidence.sweep() if len(widths) < 2 else evidence.sweep(arms=widths, baseline=widths[0])
     if any("drive.acceptance" in c.server for c in evidence.cells):
         sweep = replace(sweep, notes=[*sweep.notes, COUNTED])
     return sweep
+
+
+def steady(evidence: Evidence) -> Evidence:
+    """The cells without those whose window was not steady: their throughput depends on the phase they met."""
+    made = Evidence(evidence.experiment, evidence.runs)
+    made.__dict__["cells"] = [c for c in evidence.cells if UNSTEADY_FLAG not in c.flags]  # the cached property
+    return made
+
+
+def left_out(evidence: Evidence) -> list[str]:
+    """Which cells are left out of throughput, in words."""
+    sweep, found = evidence.sweep(), {}
+    for cell in evidence.cells:
+        if cell.status == "ok" and UNSTEADY_FLAG in cell.flags:
+            found.setdefault(cell.cell.load.value, {}).setdefault(cell.arm.label, []).append(cell)
+    return [
+        f"{sweep.at(load)}: left out of every throughput here are {_cells(arms)}. Their windows were not steady: "
+        f"requests begun and ended in one differ by more than a quarter, so an arm read more or fewer prompts than its "
+        f"tokens stand for, and which depends on its speed."
+        for load, arms in sorted(found.items())
+    ]
+
+
+def _cells(arms: dict[str, list[CellRecord]]) -> str:
+    return listed([f"{len(cells)} of {label}" for label, cells in arms.items()])
 
 
 COUNTED = "Acceptance and tokens per step are the server's own, over all of a cell's traffic."
@@ -74,28 +102,48 @@ def counted(evidence: Evidence) -> Evidence:
     return made
 
 
-def ladder(evidence: Evidence, width: int | None = None) -> list[Ladder]:
-    """The ablation per load: a → a-capped → b0s → b0 → b<width> (default: the best width at the largest load).
-
-    Raises NotRecorded where the experiment holds none of the deployments that make it an ablation.
-    """
-    sweep = evidence.sweep()
+def best_width(evidence: Evidence) -> str | None:
+    """The drafting arm with the most output at the largest load at which any was measured well; None without one."""
+    sweep = steady(evidence).sweep()
     drafting = [arm for arm in sweep.arms if (width_of(arm) or 0) > 0]
-    if "a" not in sweep.arms or not drafting:
+    for load in reversed(sweep.loads):
+        known = {arm: e.mean for arm in drafting if (e := sweep.estimate("output_tps", arm, load))}
+        if known:
+            return max(known, key=lambda arm: known[arm])
+    return None
+
+
+def rungs(evidence: Evidence, width: int | None = None) -> list[tuple[str, str | None]]:
+    """The ablation's arms, each with what separates it from the one before: a → a-capped → b0s → b0 → b<width>.
+
+    Without ``width`` the last is :func:`best_width`. Raises NotRecorded where the experiment is no ablation.
+    """
+    present = {c.cell.arm for c in evidence.cells if c.status == "ok"}
+    last = best_width(evidence) if width is None else next((a for a in present if width_of(a) == width), None)
+    if "a" not in present or last is None:
         raise NotRecorded("the ablation needs arm a (no speculation) and a drafting width; they were not recorded")
-    if width is None:
-        last = sweep.loads[-1]
-        best = max(drafting, key=lambda arm: e.mean if (e := sweep.estimate("output_tps", arm, last)) else 0.0)
-    else:
-        best = next((arm for arm in drafting if width_of(arm) == width), drafting[0])
-    steps = [
+    return [
         ("a", None),
         ("a-capped", "MTP's pool (never near full)" if pool_unused(evidence) else "capacity"),
         ("b0s", "fixed cost of carrying MTP"),
         ("b0", "draft-extend"),
-        (best, "drafting + verification"),
+        (last, "drafting + verification"),
     ]
-    return ladders(sweep, steps)
+
+
+def ladder(evidence: Evidence, width: int | None = None) -> list[Ladder]:
+    """The ablation in output throughput, at the loads where every rung that was measured has a steady cell.
+
+    Raises NotRecorded where the experiment is no ablation, or no load has them all.
+    """
+    usable = steady(evidence)
+    steps = rungs(usable, width)
+    sweep = usable.sweep()
+    measured = [arm for arm, _ in steps if any(c.cell.arm == arm and c.status == "ok" for c in evidence.cells)]
+    whole = [load for load in sweep.loads if all(sweep.estimate("output_tps", arm, load) for arm in measured)]
+    if not whole:
+        raise NotRecorded("no load has a steady cell of every rung of the ablation")
+    return [made for made in ladders(sweep, steps) if made.load in whole]
 
 
 RUNGS = {
@@ -107,11 +155,18 @@ RUNGS = {
 
 
 def ladder_caption(evidence: Evidence) -> str:
-    """Which rungs were not measured, so that the steps they would part stay joined."""
+    """Which rungs were not measured, so that the steps they would part stay joined; which loads are left out."""
+    said = []
     missing = [f"{arm} ({text})" for arm, text in RUNGS.items() if arm not in evidence.sweep().arms]
-    if not missing:
-        return ""
-    return f"Not measured: {listed(missing)}; the steps on its two sides are one here and cannot be told apart."
+    if missing:
+        said.append(
+            f"Not measured: {listed(missing)}; the steps on its two sides are one here and cannot be told apart."
+        )
+    lost = sorted({c.cell.load.value for c in evidence.cells if c.status == "ok"} - {m.load for m in ladder(evidence)})
+    if lost:
+        sweep = evidence.sweep()
+        said.append(f"Not drawn: {listed([sweep.at(load) for load in lost])}, where windows were not steady.")
+    return " ".join(said)
 
 
 NEAR_FULL = 0.5
@@ -131,43 +186,26 @@ def causes(evidence: Evidence) -> list[str]:
 
     Raises NotRecorded where the experiment is no ablation.
     """
-    sweep, pair = evidence.sweep(), isolation(evidence)
-    if "a" not in sweep.arms:
+    if "a" not in evidence.sweep().arms:
         raise NotRecorded("causes need the arms of the ablation; they were not recorded")
-    said = []
-    base = pair.baseline
-    effects = [e for load in pair.loads for arm in pair.others() if (e := pair.effect("output_tps", arm, load))]
-    if base and effects:
-        crossed = [e for e in effects if e.verdict == "below" or (e.verdict == "unknown" and e.ratio.mean < 1)]
-        where = f"{pair.load_letter}\u00a0=\u00a0{listed([f'{load:g}' for load in pair.loads])}"
-        text = (
-            f"Drafting: every width gave more than {pair.label(base)} at {where}, so no crossover was reached"
-            if not crossed
-            else f"Drafting: {listed([f'{pair.label(e.arm)} at {pair.at(e.load)}' for e in crossed])} gave less than "
-            f"{pair.label(base)}"
-        )
-        drafting = [c for c in evidence.cells if c.status == "ok" and (width_of(c.cell.arm) or 0) > 0]
-        known = [rate for c in drafting if (rate := c.server.get("drive.acceptance")) is not None]
-        if known:
-            text += (
-                f". Acceptance, by the server's counters, is {min(known):.2f} to {max(known):.2f} by cell, this "
-                "stand-in's own; a model that accepts fewer gains less"
-            )
-        said.append(f"{text} ({_n(effects)}).")
+    usable = steady(evidence)
+    sweep, pair = usable.sweep(), isolation(evidence)
+    said = [*_whole(sweep, best_width(evidence)), *_drafting(usable, pair)]
     carried = _steps_between(sweep, "a-capped", "b0")
     if carried:
         said.append(
             "Fixed cost: carrying MTP with drafting off, against the same pool without it, changes output by "
             f"{_told(sweep, carried)} ({_n(carried)}).{_extend_share(evidence)}"
         )
-    pool = _steps_between(sweep, "a", "a-capped")
-    usage = pool_unused(evidence)
-    if pool and usage:
-        said.append(
-            f"Capacity cannot be tested at these loads: at most {usage * 100:.0f}\u00a0% of a KV pool was in use "
-            f"and nothing was queued. What differs between the two pools ({_told(sweep, pool)}) is therefore not "
-            f"capacity, and shows how far apart single cells lie ({_n(pool)})."
-        )
+    said += _capacity(evidence, sweep)
+    try:
+        times_there = gpu_times(evidence)
+    except NotRecorded:
+        times_there = None
+    best = best_width(evidence)
+    if times_there and best and (text := shrinking(times_there, "a-capped", best)):
+        said.append(text)
+    said += left_out(evidence)
     bad = [c for c in evidence.cells if c.status == "invalid"]
     if bad:
         loads = sorted({c.cell.load.value for c in bad} - {c.cell.load.value for c in evidence.cells
@@ -178,6 +216,94 @@ def causes(evidence: Evidence) -> list[str]:
                 "said of the load at which the answer may turn."
             )
     return said
+
+
+def _whole(sweep: Sweep, best: str | None) -> list[str]:
+    """The question of an operator: a deployment with MTP against one without."""
+    effects = _steps_between(sweep, "a", best) if best else []
+    if not effects:
+        return []
+    told = [f"{times_with_interval(e)} at {sweep.at(e.load)}" for e in effects]
+    return [
+        f"The whole: against a deployment without MTP ({sweep.label('a')}), {sweep.label(best or '')} gives "
+        f"{listed(told)} of the output ({_n(effects)})."
+    ]
+
+
+def times_with_interval(effect: Effect) -> str:
+    """A ratio with its interval, where it has one: 2.76× (2.42 to 3.15)."""
+    low, high = effect.ratio.low, effect.ratio.high
+    return times(effect.ratio.mean) + ("" if low is None or high is None else f" ({low:.3g} to {high:.3g})")
+
+
+def _drafting(evidence: Evidence, pair: Sweep) -> list[str]:
+    effects = [e for load in pair.loads for arm in pair.others() if (e := pair.effect("output_tps", arm, load))]
+    if not pair.baseline or not effects:
+        return []
+    crossed = [e for e in effects if e.verdict == "below" or (e.verdict == "unknown" and e.ratio.mean < 1)]
+    loads = list(dict.fromkeys(e.load for e in effects))
+    where = f"{pair.load_letter}\u00a0=\u00a0{listed([f'{load:g}' for load in loads])}"
+    text = (
+        f"Drafting: every width gave more than {pair.label(pair.baseline)} at {where}, so no crossover was reached"
+        if not crossed
+        else f"Drafting: {listed([f'{pair.label(e.arm)} at {pair.at(e.load)}' for e in crossed])} gave less than "
+        f"{pair.label(pair.baseline)}"
+    )
+    drafting = [c for c in evidence.cells if c.status == "ok" and (width_of(c.cell.arm) or 0) > 0]
+    known = [rate for c in drafting if (rate := c.server.get("drive.acceptance")) is not None]
+    if known:
+        text += (
+            f". Acceptance, by the server's counters, is {min(known):.2f} to {max(known):.2f} by cell, this "
+            "stand-in's own; a model that accepts fewer gains less"
+        )
+    return [f"{text} ({_n(effects)})."]
+
+
+def _capacity(evidence: Evidence, sweep: Sweep) -> list[str]:
+    """What MTP's smaller pool costs: nothing where no pool came near full; where one did, who ran and who waited."""
+    said = []
+    loads = sorted({c.cell.load.value for c in evidence.cells if c.status == "ok"})
+    at_load = {load: [c for c in evidence.cells if c.cell.load.value == load] for load in loads}
+    usage = {load: pool_unused(_only(evidence, cells)) for load, cells in at_load.items()}
+    idle = [load for load in loads if usage[load] is not None]
+    pool = [e for e in _steps_between(sweep, "a", "a-capped") if e.load in idle]
+    if pool:
+        most = max(usage[e.load] or 0.0 for e in pool)
+        said.append(
+            f"Capacity cannot be tested at {listed([sweep.at(e.load) for e in pool])}: at most "
+            f"{most * 100:.0f}\u00a0% of a KV pool was in use and nothing was queued. What differs between the two "
+            f"pools ({_told(sweep, pool)}) is therefore not capacity, and shows how far apart single cells lie "
+            f"({_n(pool)})."
+        )
+    for load in loads:
+        told = [
+            (arm, _mean(at_load[load], arm, RUNNING), _mean(at_load[load], arm, QUEUED)) for arm in ("a", "a-capped")
+        ]
+        if load in idle or any(value is None for _, *values in told for value in values):
+            continue
+        (_, run_a, wait_a), (_, run_b, wait_b) = told
+        step = next((e for e in _steps_between(sweep, "a", "a-capped") if e.load == load), None)
+        said.append(
+            f"Capacity at {sweep.at(load)}: with MTP's pool {run_b:.0f} requests run and {wait_b:.0f} wait, with the "
+            f"pool that the same memory gives without MTP {run_a:.0f} and {wait_a:.0f}. "
+            + (f"In output that is {percent(step.ratio.mean)} ({_n([step])})." if step else
+               "What that costs in output these windows do not tell.")
+        )  # fmt: skip
+    return said
+
+
+RUNNING, QUEUED = "sglang:num_running_reqs", "sglang:num_queue_reqs"
+
+
+def _only(evidence: Evidence, cells: Sequence[CellRecord]) -> Evidence:
+    made = Evidence(evidence.experiment, evidence.runs)
+    made.__dict__["cells"] = list(cells)
+    return made
+
+
+def _mean(cells: Sequence[CellRecord], arm: str, figure: str) -> float | None:
+    found = estimate([c.server.get(figure) for c in cells if c.status == "ok" and c.cell.arm == arm])
+    return found.mean if found else None
 
 
 def _extend_share(evidence: Evidence) -> str:
@@ -231,20 +357,12 @@ def timelines(evidence: Evidence, bin_s: float = 1.0) -> list[Timeline]:
     order = [arm for arm in evidence.order if arm in first] or sorted(first)
     for arm in order:
         run, cell = first[arm]
-        samples = _samples(run, cell)
+        samples = samples_of(run, cell)
         if samples and cell.window_ns:
             found.append(_timeline(run, cell, samples, bin_s, totals.get(arm, [])))
     if not found:
         raise NotRecorded("no server samples over time were recorded")
     return found
-
-
-def _samples(run: Run, cell: CellRecord) -> list[ServerSample]:
-    path = run.folder / "raw" / f"{cell.cell.id}.samples.jsonl.gz"
-    if not path.is_file():
-        return []
-    with gzip.open(path, "rt") as handle:
-        return [ServerSample.model_validate_json(line) for line in handle]
 
 
 def _timeline(
@@ -269,6 +387,43 @@ def _timeline(
 
 def _value(sample: ServerSample, name: re.Pattern[str]) -> float | None:
     return next((v for key, v in sample.values.items() if name.search(key.partition("{")[0])), None)
+
+
+def policy_table(evidence: Evidence) -> pd.DataFrame:
+    """What each choice of the width gave under the load that rises and falls; means over the repeats."""
+    order = [arm for arm in evidence.order if any(c.cell.arm == arm for c in evidence.cells)]
+    rows = []
+    for arm in order or sorted({c.cell.arm for c in evidence.cells}):
+        good = [c for c in evidence.cells if c.cell.arm == arm and c.status == "ok"]
+        if not good:
+            continue
+        figures = {
+            "tok/s": [c.metrics.get("output_tps") for c in good],
+            "median time to finish (s)": [c.metrics.get("e2e_scheduled_p50") for c in good],
+            "median TTFT (s)": [c.metrics.get("ttft_scheduled_p50") for c in good],
+            "mean width": [c.server.get("drive.mean_width") for c in good],
+            "queued": [c.server.get(QUEUED) for c in good],
+        }
+        means = {name: e.mean if (e := estimate(values)) else None for name, values in figures.items()}
+        rows.append({"arm": good[0].arm.label, **means, "n": str(len(good))})
+    return pd.DataFrame(rows)
+
+
+def policy_notes(evidence: Evidence) -> list[str]:
+    """What the comparison can show: the load is offered, and a policy of one row has nothing to switch."""
+    said = [
+        "The load is offered at a rate of its own, so arms that keep up give the same tokens; they differ in how long "
+        "a request takes, counted from when it was due."
+    ]
+    tables = {text for c in evidence.cells if isinstance(text := c.asked.get("policy"), str)}
+    widths_there = {row["width"] for text in tables for row in json.loads(text)["rows"]}
+    if len(widths_there) == 1:
+        (only,) = widths_there
+        said.append(
+            f"The sweep found width {only} best at every load it measured, so the policy's table has one row and the "
+            "policy never changed the width: here it is that fixed width, and its switching is not tested by this load."
+        )
+    return said
 
 
 def switching_notes(evidence: Evidence) -> list[str]:
