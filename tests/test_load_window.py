@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kit.errors import KitError
-from kit.load.window import RAMP_FLAG, chunk_tokens, measure, parse_slo
+from kit.load.window import RAMP_FLAG, UNSTEADY_FLAG, chunk_tokens, measure, parse_slo
 from kit.records.metrics import METRICS
 from kit.records.schema import Chunk, RequestRecord, ServerSample
 
@@ -221,6 +221,26 @@ def test_a_window_that_opens_before_a_clients_first_token_is_told():
     assert flags((0, 5), (0, 15), (1, 9)) == []
     assert flags((0, 5), (1, 12)) == flags((0, 5), (1, 10)) == flags((0, 5), (1, None)) == [RAMP_FLAG]
     assert flags((None, 12), (None, None)) == [], "an open loop has no clients to start"
+
+
+def test_a_window_that_meets_a_wave_of_clients_in_step_is_told():
+    def flags(clients: int | None, across: int, inside: int, **more) -> list[str]:
+        """Requests under way when the window opens and ending in it, and others that begin and end inside."""
+        spans = [(5, 8, 15)] * across + [(11, 12, 18)] * inside
+        made = [
+            request(sent, [(first, 1), (ended, 1)], client=None if clients is None else n % clients, **more)
+            for n, (sent, first, ended) in enumerate(spans)
+        ]
+        early = [request(0, [(1, 1)], client=n) for n in range(clients or 0)]  # each client's start
+        return measure([*early, *made], WINDOW).flags
+
+    assert flags(64, 32, 32) == [UNSTEADY_FLAG], "32 begun and 64 ended"
+    assert flags(64, 13, 118) == [], "13 of 131 is not a quarter"
+    assert flags(64, 11, 20) == [] and flags(64, 12, 20) == [UNSTEADY_FLAG], "64 clients' edges explain 11 of 32"
+    assert flags(8, 4, 5) == [] and flags(8, 5, 4) == [UNSTEADY_FLAG], "8 clients' edges explain 4 of 9"
+    assert flags(8, 7, 0) == [] and flags(8, 8, 0) == [UNSTEADY_FLAG], "7 are too few to say"
+    assert flags(1, 1, 3) == flags(None, 32, 32) == [], "an open loop has no clients that could go in step"
+    assert flags(64, 32, 32, status="failed") == ["failures"], "failures are no waves"
 
 
 def test_requests_in_flight_are_weighted_by_time():

@@ -21,6 +21,10 @@ in proportion to characters, which matters only for requests that cross an edge;
 count came is estimated at the cell's pooled tokens per character. ``window_tokens_estimated`` is the share of the
 window's tokens that rest on either. Where no request of the cell has a count, throughput is None.
 
+A closed loop whose clients go through their answers in step is all prefill at one moment and all decode at the next;
+what a window then holds depends on the phase it happens to meet, another for each arm. :data:`UNSTEADY_FLAG` tells
+the windows where that shows (:func:`is_unsteady`). A window that happens to hold whole waves is not told.
+
 TPOT divides by the tokens after the first chunk: a first chunk known to hold k tokens starts the clock with all of
 them, so (last − first) covers n − k; k is 1 where it is not known.
 
@@ -30,6 +34,7 @@ comparable to another (records), repeats and intervals (stats), and the text of 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import Counter
@@ -45,6 +50,15 @@ CLIENT_BOUND_S = 0.005
 
 RAMP_FLAG = "start-up in window"
 """A closed-loop client's very first token came after the window had opened: the load was not yet steady."""
+
+UNSTEADY_FLAG = "unsteady window"
+"""A closed loop's requests begun and ended in the window differ by more than its edges explain."""
+
+UNSTEADY_SHARE = 0.25
+"""Difference of begun and ended requests, as a share of the larger, that is still taken for steady."""
+
+UNSTEADY_AT_LEAST = 8
+"""The larger of the two must be this many: of fewer, a quarter is a request or two."""
 
 SLO_TARGETS = ("ttft", "tpot", "e2e")
 
@@ -198,6 +212,8 @@ def measure(
         flags.append("failures")
     if in_ramp(requests, window_ns):
         flags.append(RAMP_FLAG)
+    if is_unsteady(requests, window_ns):
+        flags.append(UNSTEADY_FLAG)
     errors = Counter(r.error or r.status for r in broken)
     return Measured(counts, metrics, server, flags, dict(errors.most_common(10)))
 
@@ -213,6 +229,24 @@ def in_ramp(requests: Iterable[RequestRecord], window_ns: tuple[int, int]) -> bo
             seen = request.chunks[0].t_ns if request.chunks else window_ns[1]
             first[request.client] = min(seen, first.get(request.client, seen))
     return any(seen >= window_ns[0] for seen in first.values())
+
+
+def is_unsteady(requests: Iterable[RequestRecord], window_ns: tuple[int, int]) -> bool:
+    """Whether a closed loop began (first token) and ended well clearly unequal numbers of requests in the window.
+
+    The two differ by how many clients were between first token and end at one edge and not at the other. Of clients
+    that are independent of each other, each is so with some probability at either edge: the standard deviation of the
+    difference is at most √(c/2) for c clients, and twice that, √(2c), is what the edges explain. More than this, more
+    than a quarter of the larger number, and the larger at least 8: the clients go in step. Requests that failed or
+    timed out are in neither number. Other loops have no clients, and nothing is told.
+    """
+    start, end = window_ns
+    mine = [r for r in requests if r.client is not None and r.status not in ("failed", "timed_out")]
+    begun = sum(bool(r.chunks) and start <= r.chunks[0].t_ns < end for r in mine)
+    ended = sum(r.status == "ok" and start <= r.ended_ns < end for r in mine)
+    apart, most = abs(begun - ended), max(begun, ended)
+    by_edges = math.sqrt(2 * len({r.client for r in mine}))
+    return most >= UNSTEADY_AT_LEAST and apart > UNSTEADY_SHARE * most and apart > by_edges
 
 
 def ttft_s(request: RequestRecord, *, scheduled: bool = False) -> float:
