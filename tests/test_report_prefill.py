@@ -160,6 +160,22 @@ def test_the_model_is_fitted_where_it_can_be_and_advises_within_a_budget(recorde
     assert prefill.advice(few)[0].startswith("The model gives no advice for 2 GPUs")
 
 
+def test_the_model_gives_no_advice_where_an_arm_is_much_faster_than_it_allows(recorded, monkeypatch):
+    two = prefill.parts(recorded)[0]
+    real = two.mean
+    fast = lambda metric, arm, length: (real(metric, arm, length) or 0) * (1.2 if arm == "unblock-8" else 1)  # noqa: E731
+    monkeypatch.setattr(prefill.Part, "mean", lambda self, *a: fast(*a))
+    assert "that does not hold here. It gives unblocked inputs and depth 8" in prefill.advice(two)[0]
+
+
+def test_the_memory_is_shown_at_the_length_that_most_arms_have(recorded, monkeypatch):
+    two = prefill.parts(recorded)[0]
+    assert prefill.memory_length(two) == 124928
+    few = lambda self, metric, arm, length: [1.0] if length == 16384 or arm == "stock" else []  # noqa: E731
+    monkeypatch.setattr(prefill.Part, "values", few)
+    assert prefill.memory_length(two) == 16384 and "16,384 input tokens" in prefill.memory_caption(two)
+
+
 def test_the_hosts_time_is_told_apart_by_turn_wait_and_embedding():
     spans = [[0, 10e3, "embedding"], [10e3, 50e3, "target"], [50e3, 60e3, "mtp"], [52e3, 56e3, "embedding"]]
     twice = spans + [[b + 100e3, e + 100e3, label] for b, e, label in spans]

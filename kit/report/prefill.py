@@ -491,11 +491,11 @@ def published_series() -> list[DepthSeries]:
 
 
 def memory_rows(part: Part) -> list[MemoryRow]:
-    """Peak memory at the longest prompt beside the predicted queue; stock is the reference.
+    """Peak memory beside the predicted queue, at :func:`memory_length`; stock is the reference.
 
     Rows that wait in pinned host memory are no GPU memory: for those arms the prediction is left out.
     """
-    length = part.lengths[-1]
+    length = memory_length(part)
     rows = []
     for arm, s in part.arms.items():
         if s.drafting != "mtp" or s.draft_bits != 4 or s.forced_sync or (part.gpus > 1 and s.mtp_gpu == "last"):
@@ -507,9 +507,14 @@ def memory_rows(part: Part) -> list[MemoryRow]:
     return rows
 
 
+def memory_length(part: Part) -> int:
+    """The prompt length at which most arms were measured; of equals the longest."""
+    return max(part.lengths, key=lambda n: (sum(bool(part.values("peak_memory_bytes", a, n)) for a in part.arms), n))
+
+
 def memory_caption(part: Part) -> str:
     """What the memory figure's bars are."""
-    text = f"Allocator peaks of all GPUs over a request of {part.lengths[-1]:,} input tokens."
+    text = f"Allocator peaks of all GPUs over a request of {memory_length(part):,} input tokens."
     if any(s.coalesce for s in part.arms.values()):
         text += " A coalesced pass also holds the activations of all its chunks, which the prediction leaves out."
     return text
@@ -849,6 +854,18 @@ def stage_times(part: Part, length: int) -> StageTimes:
         raise NotRecorded(f"the model does not fit what was measured at {length:,} tokens: {error}") from error
 
 
+def stages_of(part: Part, length: int, settings: ArmSettings, stages: StageTimes) -> StageTimes:
+    """An arm's stage times; with unblocked inputs the target's are scaled to no MTP with unblocked inputs.
+
+    What blocks without MTP is in the fitted stages, and no order of the passes takes it out. So that arm is reproduced
+    by construction, as no MTP is; without it every arm has the fitted times.
+    """
+    plain, freed = _per_chunk(part, NO_MTP, length), _per_chunk(part, UNBLOCKED, length)
+    if not settings.unblock or plain is None or freed is None:
+        return stages
+    return replace(stages, stages=tuple(stage * freed / plain for stage in stages.stages))
+
+
 def schedule_of(settings: ArmSettings) -> Schedule | None:
     """An arm as the model's schedule; None for one that the model does not know."""
     s = settings
@@ -881,7 +898,8 @@ def model_table(part: Part) -> pd.DataFrame:
         for length, times_there in stages.items() if schedule else ():
             measured = part.mean("input_tps", arm, length)
             if measured is not None:
-                model = part.chunk / seconds_per_chunk(times_there, schedule, chunks(length, part.chunk))
+                own = stages_of(part, length, settings, times_there)
+                model = part.chunk / seconds_per_chunk(own, schedule, chunks(length, part.chunk))
                 row[f"model t/s, {length:,}"] = model
                 row[f"measured t/s, {length:,}"] = measured
                 row[f"model ÷ measured, {length:,}"] = round(model / measured, 3)
@@ -933,7 +951,8 @@ def premise_missed(part: Part, length: int) -> str | None:
         schedule, measured = schedule_of(settings), part.mean("input_tps", arm, length)
         if schedule is None or measured is None:
             continue
-        model = part.chunk / seconds_per_chunk(times_there, schedule, chunks(length, part.chunk))
+        own = stages_of(part, length, settings, times_there)
+        model = part.chunk / seconds_per_chunk(own, schedule, chunks(length, part.chunk))
         if measured > model * (1 + PREMISE) and (worst is None or measured / model > worst[0]):
             worst = (measured / model, arm, measured, model)
     if worst is None:
