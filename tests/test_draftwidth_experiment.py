@@ -145,6 +145,18 @@ def test_kit_measure_runs_the_arms_one_deployment_at_a_time(place):
     assert [cell.cell.repeat for cell in cells] == [0, 0, 1, 1], "all of a repeat before the next"
 
 
+def test_a_new_server_is_warmed_with_as_many_requests_as_the_largest_load_has_clients(place):
+    card = load_card("stand-in", place / "cards")
+    run = runner._open_run(place / "run", card, place / "weights", PROFILE, [])
+    sent = []
+    for loads in ([2.0], [2.0, 24.0], [900.0]):
+        own = card.experiments["draft_width"].model_copy(update={"loads": None})
+        card = card.model_copy(update={"experiments": {"draft_width": own}})
+        bench = runner.Bench(run, card, PROFILE.model_copy(update={"loads": loads}), place / "weights")
+        sent.append(len(runner._warm_prompts(bench._most_clients())))
+    assert sent == [4, 24, 128]
+
+
 def test_a_cell_whose_window_opens_before_a_clients_first_token_says_so(place, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_S", "0.05")  # two of six clients wait for twelve steps of the four that run
     card = load_card("stand-in", place / "cards")

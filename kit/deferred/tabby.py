@@ -25,6 +25,10 @@ TabbyAPI runs with. The queue pays where TabbyAPI splits a model with an MTP hea
       draft_cache_mode: Q4
       draft_gpu_split: [0, 4]   # with --unblock: the MTP head on the last GPU
 
+On fast GPUs it can be the host that sets the pace (`notebooks/prefill.ipynb` shows how to tell). ExLlamaV3's own
+``EXL3_GDN_SUB_CHUNK`` then helps models with linear attention: set to ``chunk_size``, it scans a chunk in one pass
+instead of 2048 tokens at a time, with fewer kernels to launch for the same result and more scratch memory.
+
 The same switches as environment variables (`kit.deferred.autoload`) reach a TabbyAPI that is started some other way.
 """
 

@@ -23,6 +23,10 @@ converted on the device: half the bytes, no fresh allocation. For that moment th
 The bits stay the module's own: widening is exact wherever it is done, and bfloat16 to half, which the MTP head asks
 for, rounds to nearest even on either device (so do CUDA's and torch's CPU conversions).
 
+**With a queue as well.** A flush asks for more uploads than the ring has buffers, and the host waits for the devices
+to give one back: 64 ms in a flush of eight chunks on two H200s (run 20261129T184026Z-exllamav3, ``unblock-8``).
+Unblocked inputs without a queue were the better choice there.
+
 Load the MTP head on the last GPU with this (in TabbyAPI ``draft_gpu_split: [0, x]``): there the target's hidden state
 already is, so the first GPU never waits for the last. Running MTP on a second stream of the first GPU instead would
 share ExLlamaV3's per-device scratch buffers between two streams, and corrupt them.

@@ -63,8 +63,9 @@ SHARED_POOL = "mtp"
 SWITCH_EVERY_S = 0.15
 OVERHEAD_S = 4.0
 """What a cell may cost beside its own phases (the driver's start, flush, width, read-back), until it is known."""
-WARM_REQUESTS, WARM_TOKENS, WARM_WORDS = 4, 48, 250
-"""A new server's first requests, not measured: kernels for new shapes are compiled then."""
+WARM_REQUESTS, MOST_WARM_REQUESTS, WARM_TOKENS, WARM_WORDS = 4, 128, 48, 250
+"""A new server's first requests, not measured: kernels for new shapes are compiled then. As many at once as the largest
+load has clients: the first cell at 64 clients was up to a quarter slower than its repeats when only four were sent."""
 
 
 class Bench:
@@ -110,13 +111,18 @@ class Bench:
                 self.servers.update(dict.fromkeys(group.arms, server))
                 self.logs.update(dict.fromkeys(group.arms, sglang.parse_log(server.process.log_text())))
             for server in {id(server): server for server in self.servers.values()}.values():
-                _long_requests(server, _warm_prompts(), WARM_TOKENS)
+                _long_requests(server, _warm_prompts(self._most_clients()), WARM_TOKENS)
             yield failed
         finally:
             self.servers.clear()
             self.logs.clear()
             for _, starting in begun:
                 starting.deployment.stop()
+
+    def _most_clients(self) -> int:
+        """Clients of the largest closed load that may be asked for."""
+        sweeps = [e for e in self.card.experiments.values() if e.engine == "sglang" and e.load_kind == "closed"]
+        return int(max([*self.profile.loads, *(load for e in sweeps for load in e.loads or ())], default=1))
 
     def prepare(self, arm: Arm) -> None:
         """Idle, empty, and at the arm's width. Raises KitError if that cannot be had."""
@@ -539,8 +545,9 @@ def _prompts(requests: int) -> list[str]:
     return [f"# session {number}\nuser: Go on counting from {number * 10}.\n\nassistant:" for number in range(requests)]
 
 
-def _warm_prompts() -> list[str]:
-    return [f"# warm-up {number}\n" + "the state of the file " * (WARM_WORDS // 5) for number in range(WARM_REQUESTS)]
+def _warm_prompts(clients: int) -> list[str]:
+    count = min(MOST_WARM_REQUESTS, max(WARM_REQUESTS, clients))
+    return [f"# warm-up {number}\n" + "the state of the file " * (WARM_WORDS // 5) for number in range(count)]
 
 
 def _long_requests(server: Server, prompts: Sequence[str], tokens: int) -> list[tuple[RequestRecord, str | None]]:
