@@ -176,12 +176,13 @@ def test_the_model_fitted_to_depths_meets_every_arm_of_the_long_prompt(parts: li
 
 
 def test_the_causes_are_told_as_far_as_the_cells_go(widths_evidence: Evidence) -> None:
-    whole, drafting, fixed, tested, capacity, shrinking, left_out = widths.causes(widths_evidence)
+    whole, drafting, fixed, tested, capacity, steps, shrinking, left_out = widths.causes(widths_evidence)
     assert "2.76× (2.42 to 3.15) at c\u00a0=\u00a01, 1.99× (1.4 to 2.84) at c\u00a0=\u00a08 and 1.06× at c" in whole
     assert "no crossover was reached" in drafting and "0.88 to 0.96" in drafting
     assert "−11.2" in fixed and "−16.6" in fixed and "draft-extend is 4" in fixed
     assert tested.startswith("Capacity cannot be tested at c\u00a0=\u00a01 and c\u00a0=\u00a08")
     assert "34 requests run and 20 wait" in capacity and "these windows do not tell" in capacity
+    assert "capacity −26.6\u00a0% (−27.9\u00a0% to −25.4\u00a0%), fixed cost of carrying MTP −16.7\u00a0%" in steps
     assert "0.29× at c\u00a0=\u00a01, 0.33× at c\u00a0=\u00a08 and 0.51× at c\u00a0=\u00a064" in shrinking
     assert "3 of Drafting off," in left_out
     pair = widths.isolation(widths_evidence)

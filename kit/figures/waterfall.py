@@ -71,7 +71,7 @@ def waterfall(
         heights = [(len(ladder.rungs) + 1) * 0.36 + 0.6 for ladder in usable]
         figure, all_axes = panels(heights)
         for axes, ladder in zip(all_axes, usable, strict=True):
-            steps = _steps(ladder)
+            steps = steps_of(ladder)
             values = [r.mean or 0.0 for r in ladder.rungs]
             labels = [ladder.rungs[0].label]
             axes.barh(0, values[0], height=0.66, color=BLACK, alpha=0.85, zorder=2)
@@ -140,7 +140,8 @@ def waterfall(
     )
 
 
-def _steps(ladder: Ladder) -> list[tuple[str, Estimate | None]]:
+def steps_of(ladder: Ladder) -> list[tuple[str, Estimate | None]]:
+    """What separates each rung from the one before, with their ratio paired by repeat."""
     return [
         (after.step or f"{before.label} → {after.label}", ratio_estimate(after.values, before.values))
         for before, after in zip(ladder.rungs[:-1], ladder.rungs[1:], strict=True)
@@ -158,7 +159,7 @@ def _value(axes, x: float, y: float, text: str) -> None:  # noqa: ANN001 (matplo
 def _headline(ladders: Sequence[Ladder], letter: str) -> str:
     """The costliest step at the largest load, if it is larger than the noise."""
     ladder = max(ladders, key=lambda ladder: ladder.load)
-    steps = [(title, c) for title, c in _steps(ladder) if c is not None]
+    steps = [(title, c) for title, c in steps_of(ladder) if c is not None]
     where = f"at {letter}\u00a0=\u00a0{ladder.load:g}"
     if not steps:
         return f"From baseline to MTP {where}"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from kit.figures.figure import NotRecorded, listed
-from kit.figures.waterfall import Ladder, ladder_of
+from kit.figures.figure import NotRecorded, listed, percent
+from kit.figures.waterfall import Ladder, ladder_of, steps_of
 from kit.load.window import chunk_tokens
 from kit.records.metrics import ratio
 from kit.records.schema import CellRecord
@@ -166,6 +166,24 @@ def ladder(times: GpuTimes, rungs: Sequence[tuple[str, str | None]]) -> list[Lad
     return [
         ladder_of(load, [(sweep.label(arm), values(arm, load), step) for arm, step in rungs]) for load in sweep.loads
     ]
+
+
+def steps(times: GpuTimes, rungs: Sequence[tuple[str, str | None]]) -> str | None:
+    """The ablation's steps in GPU time at the largest load, in words; None where no two rungs have timers there."""
+    made = [ladder_there for ladder_there in ladder(times, rungs) if len(ladder_there.rungs) > 1]
+    if not made:
+        return None
+    last = max(made, key=lambda one: one.load)
+    told = []
+    for name, change in steps_of(last):
+        if change is not None:
+            low, high = change.low, change.high
+            spread = "" if low is None or high is None else f" ({percent(low)} to {percent(high)})"
+            told.append(f"{name} {percent(change.mean)}{spread}")
+    return (
+        f"In output tokens per GPU second of decoding, at {times.evidence.sweep().at(last.load)}: {listed(told)}. How "
+        "much prompt a window happened to hold is not in this; how many requests run together is."
+    )
 
 
 def shrinking(times: GpuTimes, plain: str, drafting: str) -> str | None:

@@ -22,7 +22,7 @@ from kit.load.window import UNSTEADY_FLAG, chunk_tokens
 from kit.records.schema import CellRecord, ServerSample
 from kit.records.stats import MIN_REPEATS_FOR_INTERVAL, estimate
 from kit.records.store import Run
-from kit.report.gpu_time import gpu_times, shrinking
+from kit.report import gpu_time
 from kit.report.notebook import Evidence
 from kit.report.samples import samples_of
 
@@ -199,12 +199,13 @@ def causes(evidence: Evidence) -> list[str]:
         )
     said += _capacity(evidence, sweep)
     try:
-        times_there = gpu_times(evidence)
+        times_there = gpu_time.gpu_times(evidence)
     except NotRecorded:
         times_there = None
     best = best_width(evidence)
-    if times_there and best and (text := shrinking(times_there, "a-capped", best)):
-        said.append(text)
+    if times_there and best:
+        texts = (gpu_time.steps(times_there, rungs(evidence)), gpu_time.shrinking(times_there, "a-capped", best))
+        said += [text for text in texts if text]
     said += left_out(evidence)
     bad = [c for c in evidence.cells if c.status == "invalid"]
     if bad:
