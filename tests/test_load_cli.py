@@ -166,7 +166,7 @@ def test_a_real_server_is_measured_with_its_own_counts(real, tmp_path):
     whole = [r for r in requests if r.status == "ok"]
     assert result.errors == {} and len(whole) > 3
     for r in whole:
-        assert r.completion_tokens == r.requested_tokens == 40 and r.token_source == "usage"
+        assert r.completion_tokens == r.requested_tokens <= 40 and r.token_source == "usage"
         assert r.prompt_tokens is not None and r.cached_tokens is not None and r.server_prompt_s > 0
         assert 0 < r.accepted_tokens <= r.drafted_tokens
         told = [c.tokens_so_far for c in r.chunks]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kit.errors import KitError
 from kit.load import load_requests, load_result, load_samples, recompute, run_cell
 from kit.load.spec import parse_spec
 from kit.load.window import chunk_tokens
+from kit.records.schema import RequestRecord
 
 DRIVER = [sys.executable, "-m", "kit.load.driver"]
 
@@ -27,6 +29,21 @@ DRIVER = [sys.executable, "-m", "kit.load.driver"]
 async def drive(load_spec, folder: Path, progress=None):
     """run_cell beside the test's own server."""
     return await asyncio.to_thread(run_cell, load_spec, folder, progress)
+
+
+def firsts(requests: Iterable[RequestRecord]) -> dict[int, RequestRecord]:
+    """Each client's first request: a part of an answer, in the middle of a session."""
+    found: dict[int, RequestRecord] = {}
+    for r in sorted(requests, key=lambda r: r.sent_ns):
+        found.setdefault(r.client, r)
+    return found
+
+
+def after_first(requests: Iterable[RequestRecord]) -> list[RequestRecord]:
+    """The requests that are no client's first."""
+    all_ = list(requests)
+    first = {r.request_id for r in firsts(all_).values()}
+    return [r for r in all_ if r.request_id not in first]
 
 
 async def test_a_cell_is_driven_written_and_recomputed_from_raw_lines(tmp_path):
@@ -52,8 +69,10 @@ async def test_a_cell_is_driven_written_and_recomputed_from_raw_lines(tmp_path):
     assert {e["phase"] for e in events if e["event"] == "progress"} >= {"burn-in", "window"}
     assert events[-1]["event"] == "done"
     assert load_result(tmp_path) == result
-    assert all(r.requested_tokens == 10 for r in load_requests(tmp_path))
-    assert all(b["max_tokens"] == 10 and b["temperature"] == 0 and b["ignore_eos"] for b in server.bodies)
+    requests = list(load_requests(tmp_path))
+    assert {r.requested_tokens for r in after_first(requests)} == {10}
+    assert {b["max_tokens"] for b in server.bodies} == {r.requested_tokens for r in requests}
+    assert all(b["temperature"] == 0 and b["ignore_eos"] for b in server.bodies)
 
 
 async def test_several_tokens_in_a_chunk_are_counted_as_tokens(tmp_path):
@@ -97,11 +116,49 @@ async def test_clients_start_spread_over_burn_in(tmp_path):
             spec(server.url, load={"kind": "closed", "value": 5}, burn_in_s=1.0, warm_up_s=0.2), tmp_path
         )
     start = result.window_ns[0] - 1_200_000_000
-    first = {}
-    for r in load_requests(tmp_path):
-        first.setdefault(r.client, r.sent_ns)
+    first = firsts(load_requests(tmp_path))
     assert sorted(first) == [0, 1, 2, 3, 4]
-    assert all(sent >= start + client * 200_000_000 for client, sent in first.items())
+    assert all(r.sent_ns >= start + client * 200_000_000 for client, r in first.items())
+
+
+async def test_clients_begin_in_the_middle_of_sessions_and_answers(tmp_path):
+    """Lockstep: clients that begin whole answers side by side prefill and decode in waves, another phase for each arm.
+
+    And who begins at first turns, whose prompts are short, gets to longer ones the sooner the faster the arm is.
+    """
+
+    async def asked_for(answer: Answer, body: dict) -> None:
+        for _ in range(body["max_tokens"] // 10 + 1):
+            await asyncio.sleep(0.01)
+            await answer.delta("abcd")
+        await answer.end(body["max_tokens"])
+
+    def begins(folder: Path) -> list[tuple]:
+        found = firsts(load_requests(folder))
+        return [(client, r.session, r.turn, r.requested_tokens, r.prompt_sha256) for client, r in sorted(found.items())]
+
+    workload = {"kind": "synthetic", "input_tokens": 8, "output_tokens": 100, "turns": 6}
+    common = {"workload": workload, "load": {"kind": "closed", "value": 12}, "window_s": 0.4}
+    async with serving(asked_for) as server:
+        for name, more in {
+            "arm-a": {}, "arm-b": {"processes": 3}, "repeat": {"repeat": 1}, "short": {"burn_in_s": 0.3},
+        }.items():  # fmt: skip
+            await drive(spec(server.url, **{**common, "burn_in_s": 1.0, "warm_up_s": 1.0, **more}), tmp_path / name)
+    begun = begins(tmp_path / "arm-a")
+    lengths, turns = [b[3] for b in begun], {b[2] for b in begun}
+    assert len(set(lengths)) > 6 and min(lengths) < 40 and max(lengths) > 60 and max(lengths) <= 100
+    assert len(turns) > 3, "sessions begin at the same turn"
+    assert begins(tmp_path / "arm-b") == begun, "the arms did different work"
+    repeat = begins(tmp_path / "repeat")
+    assert [b[2] for b in repeat] != [b[2] for b in begun] and [b[3] for b in repeat] != lengths
+    short = begins(tmp_path / "short")
+    assert {b[2] for b in short} == {0}, "histories that a slow server would still read in the window"
+    assert [b[3] for b in short] == lengths
+    requests = list(load_requests(tmp_path / "arm-a"))
+    assert {r.requested_tokens for r in after_first(requests)} == {100}
+    for client, first in firsts(requests).items():
+        turns = [r.turn for r in requests if r.client == client]
+        assert turns == [(first.turn + n) % 6 for n in range(len(turns))], "a session was not gone on with"
 
 
 async def test_a_server_whose_pages_are_slow_delays_no_request(tmp_path):
@@ -111,9 +168,7 @@ async def test_a_server_whose_pages_are_slow_delays_no_request(tmp_path):
             spec(server.url, load={"kind": "closed", "value": 3}, burn_in_s=0.3, warm_up_s=0.1), tmp_path
         )
     start = result.window_ns[0] - 400_000_000
-    first = {}
-    for r in load_requests(tmp_path):
-        first.setdefault(r.client, (r.sent_ns - start) / 1e9)
+    first = {client: (r.sent_ns - start) / 1e9 for client, r in firsts(load_requests(tmp_path)).items()}
     assert all(sent < client * 0.1 + 0.3 for client, sent in first.items()), first
 
 
@@ -185,9 +240,7 @@ async def test_no_local_cap_on_concurrency_and_no_wait_left_out(tmp_path):
             tmp_path,
         )
     assert server.most_active >= 130
-    first = {}
-    for r in load_requests(tmp_path):
-        first.setdefault(r.client, r)
+    first = firsts(load_requests(tmp_path))
     assert all(r.sent_ns < released[0] < r.chunks[0].t_ns for r in first.values()), "the wait is not in the latency"
     assert result.counts.failed == 0
 
@@ -433,7 +486,8 @@ async def test_output_lengths_are_asked_of_the_tokenizer_or_else_by_characters(t
     async with serving(steady(tokens=2)) as server:
         asked = spec(server.url, workload={"kind": "sharegpt", "path": str(tmp_path / "s.json")})
         result = await drive(asked, tmp_path / "out")
-    assert result.lengths == "characters" and {b["max_tokens"] for b in server.bodies} == {10}
+    assert result.lengths == "characters"
+    assert {r.requested_tokens for r in after_first(load_requests(tmp_path / "out"))} == {10}
     assert {r.completion_tokens for r in load_requests(tmp_path / "out") if r.status == "ok"} == {2}
     assert str(tmp_path) not in (tmp_path / "out" / "result.json").read_text(), "a folder of this machine was recorded"
 

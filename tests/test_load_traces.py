@@ -49,6 +49,14 @@ def test_lengths_may_lie_beside_the_messages_and_the_file_may_be_packed(tmp_path
     assert packed.workload_hash({}) == unpacked.workload_hash({})
 
 
+@pytest.mark.parametrize("version", ["PREAMBLE_VERSION", "START_VERSION"])
+def test_cells_that_another_kit_drove_otherwise_are_of_another_workload(tmp_path, monkeypatch, version):
+    path = write(tmp_path / "t.jsonl", {"messages": TALK})
+    before = messages(path).workload_hash({})
+    monkeypatch.setattr(traces, version, 99)
+    assert messages(path).workload_hash({}) != before
+
+
 def test_limits_end_sessions_and_change_the_workloads_hash(tmp_path):
     path = write(tmp_path / "t.jsonl", {"messages": TALK}, {"messages": TALK})
     assert len(messages(path, max_sessions=1).sessions) == 1

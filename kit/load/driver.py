@@ -9,9 +9,18 @@ It drives one cell and writes to FOLDER
 and reports progress as JSON lines on stdout. Measuring runs in a process of its own so that nothing else shares
 its event loop; how late that loop ran is sampled through the window and recorded.
 
-Phases: burn-in (closed loop: the clients' starts are spread over it, so that there is no burst and they are at
-different turns of their sessions afterwards), warm-up at full load, then the window. Load flows across both edges
-of the window: nothing is drained before it, and what is under way at its end is cut off and recorded as such.
+Phases: burn-in (closed loop: the clients' starts are spread over it, so that there is no burst), warm-up at full
+load, then the window. Load flows across both edges of the window: nothing is drained before it, and what is under
+way at its end is cut off and recorded as such.
+
+A closed loop's clients begin in the middle (:func:`midway`): each at a random turn of its first session, and of that
+turn's answer it asks for a random part. So from the start they are spread over the phases of an answer, where equal
+answers begun together would keep prefilling and decoding in waves, and over the lengths of prompt that a session goes
+through, so that a faster arm does not get to longer prompts. (With less than :data:`HISTORY_S` before the window,
+sessions begin at their first turn.) Both are drawn from seed, load, repeat and client: the same for all arms. The
+first answers so shortened usually end before the window. One that ends in it is a request like any other, with its
+own ``requested_tokens``, and is in every metric: TTFT and TPOT do not depend on how much was asked for, and its
+end-to-end latency is that of the answer it asked for.
 
 SIGINT or SIGTERM ends the cell early: what was under way is recorded as cancelled and the result is marked
 incomplete. The same happens if the process that started the driver goes away.
@@ -64,6 +73,9 @@ WARM_OPEN = 64
 """Open loop: connections opened beforehand."""
 RE_WARM_S = 3.0
 """A client that has paused longer opens a connection again before its next request."""
+HISTORY_S = 2.0
+"""Closed loop: burn-in and warm-up together from which on sessions begin at a random turn. The server then has whole
+histories to read before the window, of which it has none in its cache; in less time a slow one would still be at it."""
 BACK_OFF_S = (0.1, 2.0)
 """Closed loop: shortest and longest pause after failed requests, so that a refusing server is not hammered."""
 TOKENIZE_AT_MOST = 2000
@@ -128,7 +140,7 @@ class Cell:
         self.tallies = {"sent": 0, "ok": 0, "failed": 0, "timed_out": 0}
         # Streams of randomness that do not touch each other, from what the cell is: never from the arm.
         identity = [spec.seed, spec.repeat, int(spec.load.value * 1e6), *spec.load.kind.encode()]
-        self.arrival_seed, order_seed = np.random.SeedSequence(identity).spawn(2)
+        self.arrival_seed, order_seed, self.client_seed = np.random.SeedSequence(identity).spawn(3)
         self.order = np.random.default_rng(order_seed).permutation(len(workload.sessions))
 
     async def run(self, stop: asyncio.Event, report: Report) -> str | None:
@@ -193,12 +205,21 @@ class Cell:
             await self.client.warm()
 
     def _client_jobs(self, number: int, total: int) -> Iterator[Job]:
-        """A client's requests without end: its share of the shuffled sessions, over and over, all unique."""
+        """A client's requests without end: its share of the shuffled sessions, over and over, all unique.
+
+        It begins in the middle: at a random turn of its first session, with a random part of the answer there.
+        """
+        passed, part = midway(self.client_seed, number)
+        if self.spec.burn_in_s + self.spec.warm_up_s < HISTORY_S:
+            passed = 0.0
         for round_ in count():
             place = number + round_ * total
             session = self.workload.sessions[self.order[place % len(self.order)]]
-            for turn_number, turn in enumerate(session.turns):
-                yield self._job(session, turn_number, turn, place, client=number)
+            begin = int(passed * len(session.turns)) if round_ == 0 else 0
+            for turn_number, turn in enumerate(session.turns[begin:], begin):
+                job = self._job(session, turn_number, turn, place, client=number)
+                first = round_ == 0 and turn_number == begin
+                yield replace(job, output_tokens=1 + int(part * job.output_tokens)) if first else job
 
     async def _open(self) -> None:
         """Send at the arrival times, whether or not earlier requests have ended."""
@@ -345,6 +366,17 @@ class Cell:
     async def _until(self, at_ns: int) -> None:
         while (left := at_ns - perf_counter_ns()) > 0:
             await asyncio.sleep(left / 1e9)
+
+
+def midway(seed: np.random.SeedSequence, client: int) -> tuple[float, float]:
+    """Where a client begins, uniform in [0, 1): the share of its session's turns that it has passed, and the part of
+    the next answer that it asks for.
+
+    Of each client's own, and without state: however many processes deal the clients out, each begins at the same place.
+    """
+    own = np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, client))
+    passed, part = np.random.default_rng(own).random(2)
+    return float(passed), float(part)
 
 
 def asked_length(turn: traces.Turn) -> int:

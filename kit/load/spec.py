@@ -41,7 +41,8 @@ class LoadSpec(Strict):
     repeat: int = Field(default=0, ge=0)
 
     burn_in_s: float = Field(default=5.0, ge=0)
-    """Closed loop: the clients' first requests are spread over it."""
+    """Closed loop: the clients' first requests, which begin in the middle of a session and an answer, are spread over
+    it."""
     warm_up_s: float = Field(default=5.0, ge=0)
     window_s: float = Field(default=30.0, gt=0)
     think_time_s: float = Field(default=0.0, ge=0)

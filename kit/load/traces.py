@@ -52,6 +52,13 @@ PREAMBLE_VERSION = 1
 1: first version.
 """
 
+START_VERSION = 1
+"""Part of the workload hash; raise when it changes where a closed loop's clients begin.
+
+0 (not in the hash): each at the first turn of a session, with the whole of its answer. 1: each in the middle, at a
+random turn and with a random part of its answer.
+"""
+
 BLOCK_TOKENS = 512
 """Tokens per hash id in Mooncake traces."""
 
@@ -166,6 +173,7 @@ class Workload:
             "trace": self.digest,
             "limits": self.spec.model_dump(mode="json", exclude={"path"}),
             "preamble": PREAMBLE_VERSION,
+            "start": START_VERSION,
             "sampling": dict(sampling),
         }
         return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()[:16]
