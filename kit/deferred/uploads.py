@@ -46,8 +46,8 @@ from . import hold
 TABLES = ("block_table", "cache_seqlens", "positions")
 
 SAME_ROUNDING = {(torch.bfloat16, torch.half)}
-"""Narrowing conversions that give the same bits on the CPU and on a GPU: with them the draft caches of the recorded runs
-from 20261129T185910Z-exllamav3 on are stock's, byte by byte; tests/test_deferred_gpu.py compares them too."""
+"""Narrowing conversions that give the same bits on the CPU and on a GPU: with them the draft caches of the recorded
+runs from 20261129T185910Z-exllamav3 on are stock's, byte by byte; tests/test_deferred_gpu.py compares them too."""
 
 RING = 4
 """Buffers: the host may be this many uploads ahead of the devices before it waits for the oldest."""
