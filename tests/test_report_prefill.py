@@ -78,9 +78,9 @@ def test_the_answer_says_what_the_records_were_made_to_say(recorded):
         prefill.answers(two)
     )
     said = " ".join(prefill.answers(one))
-    assert "On one GPU there is no interruption to win back" in said
+    assert "On one GPU deferring has no interruption to win back" in said
     assert "no remedy differs from stock by more than the noise" in said
-    assert "draft cache after the prompt bit-identical in 36 of 36 cells" in said
+    assert "draft cache after the prompt bit-identical in 48 of 48 cells of the arms that claim it" in said
 
 
 def _arm(name):
@@ -198,7 +198,7 @@ def test_no_scheduling_wins_back_the_mtp_passes_own_work(recorded):
     work, *_ = prefill.own_work(prefill.parts(recorded)[0])  # unblock-8 defers: its chunks hold other chunks' passes
     assert work.arm == "stock" and work.mtp == pytest.approx(5.5) and work.target == pytest.approx(120)
     assert work.ceiling == pytest.approx(120 / 125.5)
-    assert any("no scheduling gives more" in text for text in prefill.answers(prefill.parts(recorded)[0]))
+    assert any("this alone would leave MTP 0.96×" in text for text in prefill.answers(prefill.parts(recorded)[0]))
 
 
 def test_timelines_show_stock_and_the_best_arm_that_has_one(recorded):
@@ -228,10 +228,16 @@ def test_the_notebook_draws_everything_for_whatever_layouts_there_are(runs, tmp_
     for title in ["one GPU"] * ("one" in kept) + ["2 GPUs, layers 16 + 16"] * ("two" in kept):
         for expected in (f"<h3>On {title}</h3>", f"<h3>Method: {title}</h3>", f"advice for {title}"):
             assert expected in page, expected
-    for heading in ("Is it exact?", "What the queue did", "Work or waiting?", "Three chunks, GPU by GPU", "A model of"):
+    for heading in (
+        "Is it exact?",
+        "What the queue did",
+        "Each pass by itself",
+        "Three chunks, GPU by GPU",
+        "A model of",
+    ):
         assert f"<h2>{heading}" in page
     if len(kept) > 1:  # of which layout a finding is, a reader of the summary must see
-        assert "2 GPUs, layers 16 + 16: stock MTP has" in page and "One GPU: no defer depth differs" in page
+        assert "2 GPUs, layers 16 + 16: stock MTP reads" in page and "One GPU: no defer depth differs" in page
     assert len(set(_ids(page))) == len(_ids(page))
 
 

@@ -36,12 +36,14 @@ def arms(
     caption: str = "",
     flags: Sequence[str] | None = None,
     name: str = "arms",
+    headline: str | None = None,
 ) -> Figure:
     """A panel per load, a row per arm; faint dots are the repeats, thin bars 95 % intervals where there are three.
 
     ``relative``: ÷ the baseline, paired by repeat; the baseline's own value stands in the panel's title. ``stock`` is
     the arm that the ``candidates`` are to improve: they have colours of their own, and the headline says how far stock
-    falls short of the baseline and how far the best of them does. ``loads``: those drawn (the table has all).
+    falls short of the baseline and how far the best of them does, unless ``headline`` says something else. ``loads``:
+    those drawn (the table has all).
     Raises NotRecorded if the metric was not recorded, or no ratio can be formed.
     """
     rows = {load: found for load in sweep.loads if (found := _rows(sweep, metric, load, relative))}
@@ -64,7 +66,7 @@ def arms(
     return Figure(
         name=name,
         svg=svg,
-        headline=_headline(sweep, metric, drawn[-1], relative, stock, candidates),
+        headline=headline or _headline(sweep, metric, drawn[-1], relative, stock, candidates),
         caption=f"{caption} {said} {bars}{dots}.{_key(sweep, stock)}".strip(),
         alt=f"{what} by arm. "
         + listed([f"{sweep.at(load)}: " + ", ".join(_words(sweep, r, relative) for r in rows[load]) for load in drawn]),

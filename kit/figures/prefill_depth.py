@@ -155,7 +155,7 @@ def _panel(axes: Axes, group: Sequence[DepthSeries], height: float, titled: bool
                               elinewidth=1.1, capsize=2.5, zorder=2)  # fmt: skip
             if len(p.input_tps) > 1:
                 axes.plot([x] * len(p.input_tps), p.input_tps, ".", color=look.color, alpha=0.35, markersize=5)
-            highest = max(highest, *(p.input_tps or [0.0]), e.high or 0.0 if e else 0.0)
+            highest = max(highest, *(p.input_tps or [0.0]))
         if s.fit:
             grid = np.geomspace(min(xs), max(xs), 60)
             axes.plot(grid, [s.fit.input_tps(n) for n in grid], ":", color=look.color, lw=1.5, zorder=2)
@@ -174,7 +174,7 @@ def _panel(axes: Axes, group: Sequence[DepthSeries], height: float, titled: bool
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: "whole" if whole and v == whole_at else f"{v:g}"))
     axes.set_xlim(min(ticks) / 1.15, max(ticks) * 1.15)
-    axes.set_ylim(0, highest * 1.08)
+    axes.set_ylim(0, highest * 1.25)  # an interval of few repeats can be wider than the axis: it is cut there
     kind = "published" if group[0].published else "measured"
     axes.set_title(f"input t/s, {kind}" if titled else "input t/s")
     axes.set_xlabel("defer depth (chunks; 1 = stock)", color=MUTED)

@@ -35,8 +35,12 @@ class Lanes:
         return max((spans[-1][1] for spans in self.gpus.values() if spans), default=0.0)
 
     def busy(self, gpu: int) -> float:
-        """Share of the time from 0 to the end in which the GPU ran anything."""
-        return sum(end - begin for begin, end, _ in merged(self.gpus[gpu], 0.0, labels=False)) / self.end
+        """Share of the time between the GPU's first and last work in which it ran anything.
+
+        Before it and after it the profile has no say: there the pipeline fills and drains, once per profile.
+        """
+        joined = merged(self.gpus[gpu], 0.0, labels=False)
+        return sum(end - begin for begin, end, _ in joined) / (joined[-1][1] - joined[0][0]) if joined else 0.0
 
 
 def merged(spans: Sequence[Span], gap: float, labels: bool = True) -> list[Span]:
@@ -77,8 +81,8 @@ def timeline_gpus(
         {
             "arm": lanes.label,
             "GPU": str(gpu),
-            "busy": f"{lanes.busy(gpu) * 100:.0f} %",
-            "of": f"{lanes.end / 1000:.1f} ms",
+            "busy, first to last work": f"{lanes.busy(gpu) * 100:.0f} %",
+            "profile": f"{lanes.end / 1000:.1f} ms",
             "longest gap (ms)": longest_gap(lanes.gpus[gpu]) / 1000,
             **{f"{WORDS[k]} (ms)": sum(e - b for b, e, label in lanes.gpus[gpu] if label == k) / 1000 for k in COLORS},
         }
@@ -90,7 +94,8 @@ def timeline_gpus(
         svg=svg,
         headline=_headline(arms),
         caption=f"{caption} Taken with torch's profiler, which slows the host: read the shape, not the speed. "
-        "White between the bars is a GPU that waits, and a host that does something else than launching.".strip(),
+        "White between the bars is a GPU that waits, and a host that does something else than launching. Busy: between "
+        "a GPU's first and last work.".strip(),
         alt="Timelines of the GPUs. "
         + listed([f"{a.label}: " + ", ".join(f"GPU {g} busy {a.busy(g):.0%}" for g in a.gpus) for a in arms]),
         table=pd.DataFrame(rows),
@@ -131,7 +136,8 @@ def _headline(arms: Sequence[Lanes]) -> str:
     least = min(first.busy(gpu) for gpu in first.gpus)
     chunks = f"{first.chunks} chunks" if first.chunks else "the profile"
     text = (
-        f"{first.label[:1].upper()}{first.label[1:]}: a GPU stands still for {(1 - least) * 100:.0f}\u00a0% of {chunks}"
+        f"{first.label[:1].upper()}{first.label[1:]}: in {chunks} a GPU stands still for up to "
+        f"{(1 - least) * 100:.0f}\u00a0% of the time between its first and last work"
     )
     for other in arms[1:]:
         rest = min(other.busy(gpu) for gpu in other.gpus)

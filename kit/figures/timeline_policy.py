@@ -107,6 +107,11 @@ def _headline(timelines: Sequence[Timeline], reference: str) -> str:
         return "Draft width, running requests and throughput over time"
     label, best = max(others, key=lambda pair: pair[1].mean)
     ratio = best.mean / base.mean
+    # Policies that held one width all along are that width, whatever their names.
+    held = {t.label: w for t in timelines if len(w := {v for v in t.width if v is not None}) == 1}
+    same = [name for name, _ in others if name in held and held[name] == held.get(label)]
+    if len(same) > 1:
+        label = f"Width {next(iter(held[label])):g} all along ({listed(same)})"
     if best.low is None or base.low is None:
         said = f"{label} gives {times(ratio)} the tokens of {reference} over the run"
         return f"{said} (n = {best.n}, so the noise is unknown)"

@@ -7,8 +7,9 @@ whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -36,10 +37,14 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """All rungs at one load point, first to last."""
+    """All rungs at one load point, first to last.
+
+    ``noise``: half-width of the spread of an arm measured twice (A/A), as a natural logarithm of a ratio; None without.
+    """
 
     load: float
     rungs: Sequence[Rung]
+    noise: float | None = None
 
 
 def waterfall(
@@ -60,7 +65,7 @@ def waterfall(
     two known rungs.
     """
     usable = [
-        Ladder(ladder.load, [r for r in ladder.rungs if r.mean is not None])
+        replace(ladder, rungs=[r for r in ladder.rungs if r.mean is not None])
         for ladder in ladders
         if sum(r.mean is not None for r in ladder.rungs) >= 2
     ]
@@ -79,7 +84,7 @@ def waterfall(
             for row, (before, after, (title, change)) in enumerate(
                 zip(values[:-1], values[1:], steps, strict=True), start=1
             ):
-                quiet = _quiet(change)
+                quiet = _quiet(change, ladder.noise)
                 color = MUTED if quiet else GREEN if after >= before else RED
                 axes.barh(
                     row, after - before, left=before, height=0.66, color=color, alpha=0.4 if quiet else 0.9, zorder=2
@@ -118,8 +123,10 @@ def waterfall(
             axes.set_title(f"{letter}\u00a0=\u00a0{ladder.load:g}", fontweight="bold")
         svg = to_svg(figure, name)
     counts = [change.n for _, _, change in largest if change]
+    banded = any(ladder.noise is not None for ladder in usable)
     spread = (
-        "Pale steps have a 95 % interval that covers no change."
+        "Pale steps have a 95 % interval that covers no change"
+        + (", or lie within the spread of an arm measured twice (A/A)." if banded else ".")
         if counts and max(counts) >= 3
         else "Too few repeats for intervals."
     )
@@ -127,8 +134,7 @@ def waterfall(
         name=name,
         svg=svg,
         headline=_headline(usable, letter) + (f" {of}" if of else ""),
-        caption=f"{caption} Each step is a single difference between two arms, as a ratio paired by repeat. "
-        f"{spread}".strip(),
+        caption=f"{caption} Each step is the ratio of two neighbouring arms, paired by repeat. {spread}".strip(),
         alt="Waterfall from the first arm to the last. "
         + listed([f"at {letter} = {load:g} {title} {percent(c.mean)}" for load, title, c in largest if c]),
         table=pd.DataFrame(table),
@@ -148,8 +154,12 @@ def steps_of(ladder: Ladder) -> list[tuple[str, Estimate | None]]:
     ]
 
 
-def _quiet(change: Estimate | None) -> bool:
-    return change is not None and change.low is not None and change.high is not None and change.low <= 1 <= change.high
+def _quiet(change: Estimate | None, noise: float | None) -> bool:
+    """Whether a step is no larger than the noise: its interval covers no change, or it lies in the A/A spread."""
+    if change is None:
+        return False
+    covered = change.low is not None and change.high is not None and change.low <= 1 <= change.high
+    return covered or (noise is not None and change.mean > 0 and abs(math.log(change.mean)) <= noise)
 
 
 def _value(axes, x: float, y: float, text: str) -> None:  # noqa: ANN001 (matplotlib Axes)
@@ -163,7 +173,7 @@ def _headline(ladders: Sequence[Ladder], letter: str) -> str:
     where = f"at {letter}\u00a0=\u00a0{ladder.load:g}"
     if not steps:
         return f"From baseline to MTP {where}"
-    sure = [(title, c) for title, c in steps if c.low is not None and not _quiet(c)]
+    sure = [(title, c) for title, c in steps if c.low is not None and not _quiet(c, ladder.noise)]
     if not sure and all(c.low is not None for _, c in steps):
         return f"No single step between baseline and MTP is larger than the noise {where}"
     if not sure:
@@ -179,12 +189,18 @@ def _headline(ladders: Sequence[Ladder], letter: str) -> str:
 def ladders(sweep: Sweep, steps: Sequence[tuple[str, str | None]], metric: str = "output_tps") -> list[Ladder]:
     """A ladder per load from a sweep's arms. ``steps``: (arm, what separates it from the one before)."""
     return [
-        ladder_of(load, [(sweep.label(arm), sweep.repeats(metric, arm, load), step) for arm, step in steps])
+        ladder_of(
+            load,
+            [(sweep.label(arm), sweep.repeats(metric, arm, load), step) for arm, step in steps],
+            sweep.noise(metric, load),
+        )
         for load in sweep.loads
     ]
 
 
-def ladder_of(load: float, steps: Sequence[tuple[str, Mapping[int, float | None], str | None]]) -> Ladder:
+def ladder_of(
+    load: float, steps: Sequence[tuple[str, Mapping[int, float | None], str | None]], noise: float | None = None
+) -> Ladder:
     """A ladder from (label, values by repeat, what separates it from the one before).
 
     One without a value is left out, and its step is joined to the next one's name.
@@ -196,4 +212,4 @@ def ladder_of(load: float, steps: Sequence[tuple[str, Mapping[int, float | None]
         if any(v is not None for v in values.values()):
             rungs.append(Rung(label, values, " + ".join(pending) if rungs else None))
             pending = []
-    return Ladder(load, rungs)
+    return Ladder(load, rungs, noise)

@@ -10,6 +10,7 @@ The timers are of GPU work alone: what the host adds to a step, or leaves idle b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,8 +164,15 @@ def ladder(times: GpuTimes, rungs: Sequence[tuple[str, str | None]]) -> list[Lad
     def values(arm: str, load: float) -> dict[int, float | None]:
         return {repeat: t.tokens_per_gpu_s for repeat, t in times.found.get((arm, load), {}).items()}
 
+    def noise(load: float) -> float | None:
+        """Of an arm measured twice: the largest |ln| of the two, over the repeats."""
+        first, again = (values(arm, load) for arm in sweep.twin or ("", ""))
+        pairs = [(first[r], again[r]) for r in first.keys() & again.keys()]
+        return max((abs(math.log(b / a)) for a, b in pairs if a and b), default=None)
+
     return [
-        ladder_of(load, [(sweep.label(arm), values(arm, load), step) for arm, step in rungs]) for load in sweep.loads
+        ladder_of(load, [(sweep.label(arm), values(arm, load), step) for arm, step in rungs], noise(load))
+        for load in sweep.loads
     ]
 
 

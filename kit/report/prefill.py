@@ -98,6 +98,11 @@ class Part:
         return [self.title, *self.evidence.labels]
 
     @property
+    def answer_tokens(self) -> int:
+        """Output tokens of every request."""
+        return int(self.good[0].asked.get("output_tokens") or 0)
+
+    @property
     def chunk(self) -> int:
         """Tokens of a prompt chunk."""
         return int(self.good[0].resolved["chunk"] or 0)
@@ -219,12 +224,26 @@ def parts(evidence: Evidence) -> list[Part]:
     made = []
     for (layout, _), runs in groups.items():
         first, *rest = sorted(runs, key=rank, reverse=True)
-        made.append(Part(Evidence(evidence.experiment, [first]), rest, apart=layouts.count(layout) > 1))
+        made.append(Part(_named(Evidence(evidence.experiment, [first])), rest, apart=layouts.count(layout) > 1))
 
     def order(part: Part) -> tuple:
         return (part.gpus, len(part.sweep.arms), part.run.record.created_at)
 
     return sorted(made, key=order, reverse=True)
+
+
+def _named(evidence: Evidence) -> Evidence:
+    """The same cells; of a run on one GPU without the words for where the head lies, which mean nothing there."""
+
+    def named(cell: CellRecord) -> CellRecord:
+        if int(cell.resolved.get("gpus") or 1) > 1:
+            return cell
+        arm = cell.arm.model_copy(update={"label": cell.arm.label.replace(", head on the last GPU", "")})
+        return cell.model_copy(update={"arm": arm})
+
+    made = Evidence(evidence.experiment, evidence.runs)
+    made.__dict__["cells"] = [named(cell) for cell in evidence.cells]  # what the cached property would hold
+    return made
 
 
 def with_depths(of: Sequence[Part]) -> list[Part]:
@@ -262,14 +281,18 @@ def answers(part: Part) -> list[str]:
                 f"{_interval(top.ratio)} stock)"
             )
         if over and not known:
-            low, high = part.n(length)
-            text += f"; with n = {low if low == high else f'{low} to {high}'} no remedy can be told from another"
+            text += (
+                f"; with n = {len(part.values('input_tps', STOCK, length))} of stock no remedy can be judged against it"
+            )
+            told = [(arm, e) for arm in part.remedies if (e := part.sweep.effect("input_tps", arm, length))]
+            sure = [f"{part.sweep.label(arm)} {_interval(e.ratio)}" for arm, e in told if e.ratio.low is not None]
+            text += f". Against no MTP: {listed(sure)}" if sure else ""
         said.append(text + ".")
     said += [*_yardstick(part), *_floor(part), *_pace(part), *_outliers(part), *_exactness(part)]
     if part.gpus == 1:
         said.append(
-            "On one GPU there is no interruption to win back: target and MTP passes share it, and deferring only "
-            "changes their order."
+            "On one GPU deferring has no interruption to win back: target and MTP passes share it, and only their "
+            "order changes. Unblocked inputs save the host's waits there too, with MTP or without."
         )
     return said
 
@@ -311,15 +334,50 @@ def _yardstick(part: Part) -> list[str]:
     return said
 
 
+def arms_headline(part: Part) -> str | None:
+    """Like with like at the longest prompt: a remedy that unblocks inputs against a no MTP with unblocked inputs.
+
+    None where no such pair was measured well: the figure then says what it finds.
+    """
+    length = part.lengths[-1]
+    stock = part.sweep.effect("input_tps", STOCK, length)
+    freed = UNBLOCKED if UNBLOCKED in part.sweep.arms else None
+    over = [
+        (part.sweep.effect("input_tps", arm, length, baseline=freed if part.arms[arm].unblock else None), arm)
+        for arm in part.remedies
+    ]
+    best = max(((e, arm) for e, arm in over if e), key=lambda pair: pair[0].ratio.mean, default=None)
+    if stock is None or freed is None or best is None or stock.ratio.low is None or best[0].ratio.low is None:
+        return None
+    effect, arm = best
+    base = part.sweep.label(freed if part.arms[arm].unblock else NO_MTP)
+    return (
+        f"Stock MTP reads {length:,} tokens at {times(stock.ratio.mean)} the speed of no MTP; {part.sweep.label(arm)}: "
+        f"{times(effect.ratio.mean)} that of {base}"
+    )
+
+
+def decode_caption(part: Part) -> str:
+    """How small a difference in output rate could have been seen at the longest prompt."""
+    effects = [part.sweep.effect("decode_tps", arm, part.lengths[-1], baseline=STOCK) for arm in part.remedies]
+    wide = [e.ratio for e in effects if e and e.ratio.low is not None and e.ratio.high is not None]
+    text = f"An answer has {part.answer_tokens} tokens."
+    if wide:
+        usual = sorted(wide, key=lambda r: (r.high or 1.0) / (r.low or 1.0))[len(wide) // 2]
+        text += f" Half the remedies' intervals against stock are wider than {usual.low:.2f}× to {usual.high:.2f}×: "
+        text += "smaller differences may be there and would not show."
+    return text
+
+
 def _floor(part: Part) -> list[str]:
     """What no order of the passes can win back, from the timeline of the best arm that has one."""
     speed = {arm: part.mean("input_tps", arm, part.lengths[-1]) or 0.0 for arm in part.arms}
     works = sorted(own_work(part), key=lambda w: -speed.get(w.arm, 0.0))
     return [
-        f"The MTP passes' own work, from a timeline of {work.label} {work.where}: {number(work.mtp, 3)} ms of GPU time "
-        f"per chunk beside {number(work.target, 3)} ms of the target's. Were all work shared evenly, with MTP and "
-        f"without, and nothing ever waited, MTP would read at {times(work.ceiling)} the speed of no MTP there; no "
-        "scheduling gives more."
+        f"The MTP passes' own work, {work.where}, from a timeline of {work.label}: {number(work.mtp, 3)} ms of GPU "
+        f"time per chunk beside {number(work.target, 3)} ms of the target's. If all GPUs shared all work evenly, with "
+        f"MTP and without, and nothing ever waited, this alone would leave MTP {times(work.ceiling)} the speed of no "
+        "MTP in such chunks. It grows with the prompt (see the table of it)."
         for work in works[:1]
     ]
 
@@ -337,12 +395,17 @@ class OwnWork:
     @property
     def where(self) -> str:
         """In words, which chunks were profiled."""
-        return "early in the prompt" if not self.from_token else f"from token {self.from_token:,} on"
+        return where_in_prompt(self.from_token)
 
     @property
     def ceiling(self) -> float:
         """Throughput ÷ no MTP if all GPUs shared all work evenly without a wait: target ÷ (target + MTP)."""
         return self.target / (self.target + self.mtp)
+
+
+def where_in_prompt(from_token: int | None) -> str:
+    """Which chunks a timeline is of, in words; older ones do not say, and are of the fourth chunk on."""
+    return f"from token {from_token:,} on" if from_token else "early in the prompt"
 
 
 def own_work(part: Part) -> list[OwnWork]:
@@ -396,37 +459,45 @@ def _pace(part: Part) -> list[str]:
     return [f"From a timeline of {host_note(part, t)}" for label in shown for t in found if t.label == label]
 
 
-ODD_ONE = {"input_tps": (0.6, "in"), "decode_tps": (0.25, "out")}
+ODD_ONE = {"input_tps": 0.6, "decode_tps": 0.25}
 """By metric: a cell below this part of the best of its arm's other repeats is named, as more than noise (output rates
 differ more between prompts)."""
 
 
 def _outliers(part: Part) -> list[str]:
     """Cells far below the arm's other repeats, so that no mean with one in it is read as a result."""
-    said = []
-    for cell in sorted(part.good, key=lambda c: (c.cell.load.value, c.cell.arm)):
+    odd: dict[str, list[str]] = {metric: [] for metric in ODD_ONE}
+    for cell in sorted(part.good, key=lambda c: (c.cell.load.value, c.cell.arm, c.cell.repeat)):
         mates = [
             c
             for c in part.good
             if (c.cell.arm, c.cell.load.value) == (cell.cell.arm, cell.cell.load.value) and c is not cell
         ]
-        for metric, (least, way) in ODD_ONE.items():
+        for metric, least in ODD_ONE.items():
             value = cell.metrics.get(metric)
             others = [v for c in mates if (v := c.metrics.get(metric))]
             if value and others and value < least * max(others):
-                said.append(
-                    f"One cell stands apart: {cell.arm.label}, {cell.cell.load.value:,.0f} tokens, repeat "
-                    f"{cell.cell.repeat + 1}: {number(value)} t/s {way} against {number(max(others))}. It is a "
-                    "point of its own in the figure; read no result from the mean that holds it. The run's notes say "
-                    "what is known of it."
+                odd[metric].append(
+                    f"{cell.arm.label}, {cell.cell.load.value:,.0f} tokens, repeat {cell.cell.repeat + 1} "
+                    f"({number(value)} t/s against {number(max(others))})"
                 )
+    said = []
+    if odd["input_tps"]:
+        said.append(
+            f"Apart from their arm's other repeats stand, in input throughput: {listed(odd['input_tps'])}. Each is a "
+            "point of its own in the figure; read no result from a mean that holds it."
+        )
+    if odd["decode_tps"]:
+        said.append(
+            f"In output rate: {listed(odd['decode_tps'])}. {part.answer_tokens} output tokens are soon over, so that "
+            "one stall of a second shows."
+        )
     return said
 
 
 def _exactness(part: Part) -> list[str]:
-    """In how many cells the draft cache and the output were those of stock, over the arms that claim to be exact."""
+    """In how many cells the draft cache and the output were those of stock; arms that claim to be exact, and others."""
     rows = [row for row in identity(part.details) if not part.arms[row["arm"]].stock]
-    caches = [r["draft_cache_equal"] for r in rows if r["arm"] in part.remedies and r["draft_cache_equal"] is not None]
     outputs = [r["output_equal"] for r in rows]
     if not outputs:
         return []
@@ -434,8 +505,13 @@ def _exactness(part: Part) -> list[str]:
     with_mtp = [r["output_equal"] for r in rows if part.arms[r["arm"]].drafting == "mtp"]
     if with_mtp and sum(outputs) < len(outputs):
         text += f" (of those with an MTP head: {sum(with_mtp)} of {len(with_mtp)})"
-    if caches:
-        text += f"; draft cache after the prompt bit-identical in {sum(caches)} of {len(caches)} cells of the remedies"
+    caches = {exact: [r["draft_cache_equal"] for r in rows if r["draft_cache_equal"] is not None
+                      and part.arms[r["arm"]].coalesce is not exact] for exact in (True, False)}  # fmt: skip
+    if caches[True]:
+        text += f"; draft cache after the prompt bit-identical in {sum(caches[True])} of {len(caches[True])} cells"
+        text += " of the arms that claim it" if caches[False] else ""
+    if caches[False]:
+        text += f", and in {sum(caches[False])} of {len(caches[False])} with coalesced passes, which do not claim it"
     return [text + "."]
 
 
@@ -515,6 +591,9 @@ def memory_length(part: Part) -> int:
 def memory_caption(part: Part) -> str:
     """What the memory figure's bars are."""
     text = f"Allocator peaks of all GPUs over a request of {memory_length(part):,} input tokens."
+    text += " The process keeps every MTP head and draft cache that any arm needed: read differences, not the level."
+    if any(s.where == "pinned" for s in part.arms.values()):
+        text += " Rows in pinned memory take their bytes of the host's memory instead."
     if any(s.coalesce for s in part.arms.values()):
         text += " A coalesced pass also holds the activations of all its chunks, which the prediction leaves out."
     return text
@@ -674,6 +753,7 @@ class HostTime:
     """
 
     label: str
+    where: str
     launching: float
     mtp: float
     waiting: float
@@ -749,6 +829,7 @@ def host_time(timeline: dict[str, Any]) -> HostTime | None:
     per_chunk = 1 / len(turns) / 1000
     return HostTime(
         label=timeline["label"],
+        where=where_in_prompt(timeline.get("from_token")),
         launching=(sums["target"] + sums["mtp"]) * per_chunk,
         mtp=sums["mtp"] * per_chunk,
         waiting=sums["waiting"] * per_chunk,
@@ -772,6 +853,7 @@ def host_table(part: Part) -> pd.DataFrame:
         [
             {
                 "arm": t.label,
+                "chunks": t.where,
                 "launching (ms)": t.launching,
                 "of it MTP (ms)": t.mtp,
                 "embedding rows (ms)": t.embedding,
@@ -795,19 +877,17 @@ def host_note(part: Part, t: HostTime) -> str:
     rows = "" if t.embedding is None else f", {number(t.embedding, 3)} ms on embedding rows"
     among = " (the embedding rows among it)" if t.embedding is None else ""
     text = (
-        f"{t.label}: for each chunk the host spends {number(t.launching, 3)} ms launching{rows}, "
+        f"{t.label}, {t.where}: for each chunk the host spends {number(t.launching, 3)} ms launching{rows}, "
         f"{number(t.between, 3)} ms on other work of its own{among} and {number(t.waiting, 3)} ms waiting for a "
         f"GPU; the busier GPU has {number(slowest, 3)} ms of work."
     )
-    if t.waiting > WAITS * t.total and t.own <= t.total / 2:
-        return text  # it waits because the GPUs are busy: they set the pace
-    if t.waiting > WAITS * t.total:
+    if t.waiting > WAITS * t.total and t.own > t.total / 2:
         text += " While it waits it hands no GPU any work, so the GPUs take turns."
     if t.own > slowest:
         text += (
-            f" So the host sets the pace, and a layer split has little to pipeline: without any wait a chunk would "
-            f"still take {number(t.own, 3)} ms ({number(part.chunk / t.own * 1000)} t/s), however many GPUs share the "
-            "layers. A profiler makes launches slower, so this is an upper bound of the time."
+            f" So in these chunks the host is slower than either GPU, and a layer split has little to pipeline: "
+            f"without any wait it would still take {number(t.own, 3)} ms a chunk, under a profiler, which slows it. "
+            "Later chunks of a long prompt give the GPUs more to do and the host no more."
         )
     return text
 
@@ -824,8 +904,8 @@ def timeline(part: Part) -> Figure:
         return figure
     return replace(
         figure,
-        headline=f"{first.label[:1].upper()}{first.label[1:]}: the host sets the pace, with {number(own, 3)} ms of its "
-        f"own work per chunk against {number(slowest, 3)} ms on the busier GPU",
+        headline=f"{first.label[:1].upper()}{first.label[1:]}: {first.where} the host sets the pace, with "
+        f"{number(own, 3)} ms of its own work per chunk against {number(slowest, 3)} ms on the busier GPU",
     )
 
 

@@ -122,13 +122,44 @@ def rungs(evidence: Evidence, width: int | None = None) -> list[tuple[str, str |
     last = best_width(evidence) if width is None else next((a for a in present if width_of(a) == width), None)
     if "a" not in present or last is None:
         raise NotRecorded("the ablation needs arm a (no speculation) and a drafting width; they were not recorded")
+    pools = [_pool(evidence, arm) for arm in ("a", "a-capped")]
+    sizes = f" (pool {pools[0]:,} → {pools[1]:,})" if all(pools) else ""
     return [
         ("a", None),
-        ("a-capped", "MTP's pool (never near full)" if pool_unused(evidence) else "capacity"),
+        ("a-capped", "MTP's pool (never near full)" if pool_unused(evidence) else f"capacity{sizes}"),
         ("b0s", "fixed cost of carrying MTP"),
         ("b0", "draft-extend"),
         (last, "drafting + verification"),
     ]
+
+
+def _pool(evidence: Evidence, arm: str) -> int | None:
+    """Tokens that the arm's KV pool holds, as its server resolved it; None if cells differ or none tells."""
+    told = {c.resolved.get("max_total_num_tokens") for c in evidence.cells if c.status == "ok" and c.cell.arm == arm}
+    (only,) = told if len(told) == 1 else (None,)
+    return only if isinstance(only, int) else None
+
+
+def ladder_flags(evidence: Evidence) -> list[str]:
+    """The labels of the ladder's own cells, with which of them carry each."""
+    present = evidence.sweep().arms
+    return list(evidence.sweep(arms=[arm for arm, _ in rungs(evidence) if arm in present]).flags)
+
+
+def pool_caption(evidence: Evidence) -> str:
+    """Who decided the pools, and what takes the memory that MTP's pool lacks; empty where no pool was declared."""
+    declared = [a.get("mtp_pool_tokens") for c in evidence.cells if (a := c.arm.settings).get("pool") == "mtp"]
+    if not any(declared):
+        return ""
+    text = (
+        f"MTP's pool is the card's choice ({max(filter(None, declared)):,} tokens), and the arm without MTP gets what "
+        "the same memory gives it, at most what all its requests can use: the capacity step is as large as that choice "
+        "makes it."
+    )
+    states = [v for c in evidence.cells if (v := c.server.get("log.mamba_intermediate_ssm_state_cache_gib"))]
+    if states:
+        text += f" What takes the memory is {max(states):.1f} GiB of recurrent states, one for every token of a draft."
+    return text
 
 
 def ladder(evidence: Evidence, width: int | None = None) -> list[Ladder]:
@@ -194,8 +225,8 @@ def causes(evidence: Evidence) -> list[str]:
     carried = _steps_between(sweep, "a-capped", "b0")
     if carried:
         said.append(
-            "Fixed cost: carrying MTP with drafting off, against the same pool without it, changes output by "
-            f"{_told(sweep, carried)} ({_n(carried)}).{_extend_share(evidence)}"
+            "Fixed cost with draft-extend: carrying MTP with drafting off, against the same pool without it, changes "
+            f"output by {_told(sweep, carried)} ({_n(carried)}).{_extend_share(evidence)}"
         )
     said += _capacity(evidence, sweep)
     try:
@@ -286,7 +317,8 @@ def _capacity(evidence: Evidence, sweep: Sweep) -> list[str]:
         step = next((e for e in _steps_between(sweep, "a", "a-capped") if e.load == load), None)
         said.append(
             f"Capacity at {sweep.at(load)}: with MTP's pool {run_b:.0f} requests run and {wait_b:.0f} wait, with the "
-            f"pool that the same memory gives without MTP {run_a:.0f} and {wait_a:.0f}. "
+            f"pool that the same memory gives without MTP {run_a:.0f} and {wait_a:.0f} (means of samples; the others "
+            "have their prompt read or are on their way). "
             + (f"In output that is {percent(step.ratio.mean)} ({_n([step])})." if step else
                "What that costs in output these windows do not tell.")
         )  # fmt: skip
