@@ -182,7 +182,7 @@ def _headline(ladders: Sequence[Ladder], letter: str) -> str:
         return f"From baseline to drafting {where}: {told} (n = {n}, so the noise is unknown)"
     title, change = min(sure, key=lambda pair: pair[1].mean)
     if change.mean >= 1:
-        return f"No step costs throughput {where}; the largest gain is {max(sure, key=lambda p: p[1].mean)[0]}"
+        return f"No cost larger than the noise {where}; the largest gain is {max(sure, key=lambda p: p[1].mean)[0]}"
     return f"{title[:1].upper()}{title[1:]} is the largest cost {where}: {percent(change.mean)}"
 
 
