@@ -142,7 +142,7 @@ PROFILES = {
     p.name: p
     for p in (
         Profile(name="smoke", burn_in_s=0.5, warm_up_s=0.5, window_s=2.0, repeats=1, loads=[1, 2]),
-        Profile(name="quick", burn_in_s=0.5, warm_up_s=0.7, window_s=2.2, repeats=3, loads=[1, 2, 4, 8]),
+        Profile(name="quick", burn_in_s=0.6, warm_up_s=1.0, window_s=2.2, repeats=3, loads=[1, 2, 4, 8]),
         Profile(
             name="full", burn_in_s=40, warm_up_s=60, window_s=300, repeats=3, loads=[1, 2, 4, 8, 16, 32]
         ),  # KVTop's timing, with repeats
