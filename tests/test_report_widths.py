@@ -113,6 +113,9 @@ def test_a_load_with_an_unsteady_rung_is_not_drawn_and_its_cells_are_named(tmp_p
         "The whole: against a deployment without MTP (A), B1 gives 0.80×" in text for text in widths.causes(both)
     )
     assert widths.left_out(whole) == []
+    rough = [c.model_copy(update={"flags": [UNSTEADY_FLAG]}) for c in whole.cells]
+    only = Evidence("draft_width", [data.make_run(tmp_path / "rough", rough, card=whole.runs[0].record.card)])
+    assert any(UNSTEADY_FLAG in flag for flag in widths.isolation(only).flags), "shown with the flag, not lost"
 
 
 def timed(arm: str, load: int, repeat: int, per_token_s: float, prompt_s: float):

@@ -55,10 +55,12 @@ def isolation(evidence: Evidence) -> Sweep:
 
 
 def steady(evidence: Evidence) -> Evidence:
-    """The cells without those whose window was not steady: their throughput depends on the phase they met."""
-    made = Evidence(evidence.experiment, evidence.runs)
-    made.__dict__["cells"] = [c for c in evidence.cells if UNSTEADY_FLAG not in c.flags]  # the cached property
-    return made
+    """The cells without those whose window was not steady: their throughput depends on the phase they met.
+
+    Where none would be left, all stay, and the figures carry the flag.
+    """
+    cells = [c for c in evidence.cells if UNSTEADY_FLAG not in c.flags]
+    return _only(evidence, cells) if any(c.status == "ok" for c in cells) else evidence
 
 
 def left_out(evidence: Evidence) -> list[str]:
