@@ -370,7 +370,7 @@ def decode_caption(part: Part) -> str:
 
 
 def _floor(part: Part) -> list[str]:
-    """What no order of the passes can win back, from the timeline of the best arm that has one."""
+    """What the MTP passes cost whatever their order, from the timeline of the best arm that has one."""
     speed = {arm: part.mean("input_tps", arm, part.lengths[-1]) or 0.0 for arm in part.arms}
     works = sorted(own_work(part), key=lambda w: -speed.get(w.arm, 0.0))
     return [
