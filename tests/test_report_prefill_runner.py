@@ -54,9 +54,15 @@ def test_every_section_that_a_cpu_can_fill_is_filled(engine, trace, tmp_path, mo
     page = "\n".join(shown)
     # On a CPU there is no peak of GPU memory; the figure then draws the predicted queue alone.
     assert "Not drawn" not in page
-    headings = ("Is it exact?", "What the queue did", "Work or waiting?", "Three chunks, GPU by GPU", "A model of it")
+    headings = (
+        "Is it exact?",
+        "What the queue did",
+        "Each pass by itself",
+        "Three chunks, GPU by GPU",
+        "A model of it",
+    )
     assert [h for h in headings if f"<h2>{h}" not in page] == []
-    assert "draft cache after the prompt bit-identical in 4 of 4 cells of the remedies" in page
+    assert "draft cache after the prompt bit-identical in 5 of 5 cells of the arms that claim it" in page
     assert "for the same prompt in 7 of 7 cells of all arms" in page
     assert "1 of 8 cells: there every pass was synchronised by force" in page and "acceptance was set" not in page
     assert "How busy the GPUs were" not in page

@@ -104,6 +104,7 @@ def test_a_load_with_an_unsteady_rung_is_not_drawn_and_its_cells_are_named(tmp_p
                  for c in [*flagged, *(c for c in whole.cells if c.cell.arm != "b0")]]  # fmt: skip
     run = data.make_run(tmp_path / "more", [*whole.cells, *elsewhere], card=whole.runs[0].record.card)
     both = Evidence("draft_width", [run])
+    assert widths.unsteady_loads(both) == []  # three of eighteen
     assert [made.load for made in widths.ladder(both)] == [8]
     assert "Not drawn: c\u00a0=\u00a064" in widths.ladder_caption(both)
     assert widths.isolation(both).estimate("output_tps", "b0", 64) is None
@@ -113,6 +114,11 @@ def test_a_load_with_an_unsteady_rung_is_not_drawn_and_its_cells_are_named(tmp_p
         "The whole: against a deployment without MTP (A), B1 gives 0.80×" in text for text in widths.causes(both)
     )
     assert widths.left_out(whole) == []
+    most = [c.model_copy(update={"flags": [] if c.cell.arm == "b1" else [UNSTEADY_FLAG]}) for c in elsewhere]
+    run = data.make_run(tmp_path / "most", [*whole.cells, *most], card=whole.runs[0].record.card)
+    rough = Evidence("draft_width", [run])
+    assert widths.unsteady_loads(rough) == [64] and {c.cell.load.value for c in widths.steady(rough).cells} == {8}
+    assert "left out of every throughput here are all cells. The windows of 15 of 18" in widths.left_out(rough)[0]
     rough = [c.model_copy(update={"flags": [UNSTEADY_FLAG]}) for c in whole.cells]
     only = Evidence("draft_width", [data.make_run(tmp_path / "rough", rough, card=whole.runs[0].record.card)])
     assert any(UNSTEADY_FLAG in flag for flag in widths.isolation(only).flags), "shown with the flag, not lost"
@@ -135,7 +141,8 @@ def timed(arm: str, load: int, repeat: int, per_token_s: float, prompt_s: float)
             t_ns=(100 + i) * S + S // 2,
             values={f'sglang:forward_execution_seconds_total{{category="{kind}"}}': 7 + 40 * i * cost
                     for kind, cost in names.items()}
-            | {'sglang:forward_execution_seconds_total{category="extend"}': 3 + i * prompt_s},
+            | {'sglang:forward_execution_seconds_total{category="extend"}': 3 + i * prompt_s}
+            | {"sglang:num_running_reqs": load * (0.5 if i == 0 and load > 1 else 1.0)},
         )
         for i in range(-1, 6)
     ]  # fmt: skip
@@ -154,14 +161,23 @@ def test_gpu_time_per_token_comes_from_timers_and_the_tokens_between_two_samples
     times = gpu_time.gpu_times(Evidence("draft_width", [run]))
     one = times.found["b2", 1][0]
     assert one.seconds == 3 and one.tokens == 120 and one.per_token == pytest.approx(0.004)
+    assert times.found["b2", 64][0].tokens == 80, "where half of the clients run there is no stretch"
     assert one.prompt_share == pytest.approx(0.1 / (0.1 + 40 * 0.004)) and one.busy == pytest.approx(0.26)
     row = gpu_time.table(times).set_index(["arm", "c"]).loc["B2", "64"]
     assert row["decode or verify (ms)"] == pytest.approx(5.4) and row["draft (ms)"] == pytest.approx(0.6)
     _, last = gpu_time.ladder(times, [("a", None), ("b0", "draft-extend"), ("b2", "drafting")])
     assert [r.label for r in last.rungs] == ["A", "B2"] and last.rungs[1].mean == pytest.approx(1 / 0.006)
     assert last.rungs[1].step == "draft-extend + drafting"
-    said = gpu_time.shrinking(times, "a", "b2")
-    assert "takes B2 0.25× at c\u00a0=\u00a01 and 0.75× at c\u00a0=\u00a064 the GPU time that A takes" in said
+    said = gpu_time.shrinking(times, "a", "b2", tokens_per_step={1: 2.8, 64: 2.6}, steady=[1])
+    expected = (
+        "a step of B2 takes 0.70× at c\u00a0=\u00a01 (for 2.8 tokens) and 1.95× at c\u00a0=\u00a064 (for 2.6 tokens)"
+    )
+    assert expected in said and "14\u00a0% of the GPU's work for A and 38\u00a0% for B2 at c\u00a0=\u00a01." in said
+    assert gpu_time.shrinking(times, "a", "b2", tokens_per_step={1: 2.8}, steady=[1]) is None
+    assert gpu_time.steps(times, [("a", None), ("b2", "drafting")]).endswith(
+        "at c\u00a0=\u00a01 drafting +300.0\u00a0% (+300.0\u00a0% to +300.0\u00a0%); "
+        "at c\u00a0=\u00a064 drafting +33.3\u00a0% (+33.3\u00a0% to +33.3\u00a0%)."
+    )
     with pytest.raises(NotRecorded):
         gpu_time.gpu_times(Evidence("policy", [run]))
 

@@ -186,14 +186,18 @@ def test_the_model_fitted_to_depths_meets_every_arm_of_the_long_prompt(parts: li
 
 def test_the_causes_are_told_as_far_as_the_cells_go(widths_evidence: Evidence) -> None:
     whole, drafting, fixed, tested, capacity, steps, shrinking, left_out = widths.causes(widths_evidence)
-    assert "2.76× (2.42 to 3.15) at c\u00a0=\u00a01, 1.99× (1.4 to 2.84) at c\u00a0=\u00a08 and 1.06× at c" in whole
+    assert "2.76× (2.42 to 3.15) at c\u00a0=\u00a01 and 1.99× (1.4 to 2.84) at c\u00a0=\u00a08 of the output" in whole
     assert "no crossover was reached" in drafting and "0.88 to 0.96" in drafting
-    assert "−11.2" in fixed and "−16.6" in fixed and "draft-extend is 4" in fixed
+    assert (
+        "−11.2" in fixed and "−16.6" in fixed and "(noise) at c\u00a0=\u00a01" in fixed and "draft-extend is 4" in fixed
+    )
     assert tested.startswith("Capacity cannot be tested at c\u00a0=\u00a01 and c\u00a0=\u00a08")
-    assert "34 requests run and 20 wait" in capacity and "these windows do not tell" in capacity
-    assert "capacity (pool 262,144 → 16,384) −26.6\u00a0% (−27.9\u00a0% to −25.4\u00a0%), fixed cost" in steps
-    assert "0.29× at c\u00a0=\u00a01, 0.33× at c\u00a0=\u00a08 and 0.51× at c\u00a0=\u00a064" in shrinking
-    assert "3 of Drafting off," in left_out
+    assert "it holds 33 requests and 31 wait; without MTP 63 run and 1 wait" in capacity
+    assert "these windows do not tell" in capacity and "16,384 tokens (0.26 GiB) is the card's choice" in capacity
+    assert "at c\u00a0=\u00a064 fixed cost of carrying MTP −21.7\u00a0% (−24.8\u00a0% to −18.4\u00a0%)" in steps
+    assert "1.35× at c\u00a0=\u00a01 (for 4.6 tokens), 1.59× at c\u00a0=\u00a08" in shrinking
+    assert "3.05× at c\u00a0=\u00a064 (for 4.5 tokens)" in shrinking
+    assert "left out of every throughput here are all cells" in left_out
     pair = widths.isolation(widths_evidence)
     assert pair.estimate("acceptance", "b4", 8).mean == pytest.approx(0.895, abs=0.001)  # the server's own counters
     assert widths.COUNTED in pair.caption("acceptance")
@@ -205,14 +209,24 @@ def test_the_ladder_is_drawn_where_windows_were_steady_and_in_gpu_time_everywher
     assert "Not drawn: c\u00a0=\u00a064" in widths.ladder_caption(widths_evidence)
     assert all(ladder.noise > 0.1 for ladder in made)  # b2 on two servers differs by as much
     assert "b0s" in " ".join(widths.ladder_flags(widths_evidence))
-    assert "22.9 GiB of recurrent states" in widths.pool_caption(widths_evidence)
-    inside = gpu_time.ladder(gpu_time.gpu_times(widths_evidence), widths.rungs(widths_evidence))
+    assert "22.9 GiB for recurrent states" in widths.pool_caption(widths_evidence)
+    rungs = widths.rungs_in_gpu_time(widths_evidence)
+    assert rungs[0] == ("a-capped", None)
+    inside = gpu_time.ladder(gpu_time.gpu_times(widths_evidence), rungs)
     assert [ladder.load for ladder in inside] == [1, 8, 64]
+    assert max(ladder.noise for ladder in inside) < 0.05
     steps = waterfall(inside).table.set_index(["c", "step"])["change"]
-    assert steps["64", "capacity (pool 262,144 → 16,384)"] == "−26.6\u00a0%"
-    assert steps["64", "fixed cost of carrying MTP"] == "−16.7\u00a0%"
-    assert max(ladder.noise for ladder in inside) < 0.03
-    assert steps["1", "draft-extend"] == "−3.5\u00a0%" and steps["64", "drafting + verification"].startswith("+141")
+    assert [steps[c, "fixed cost of carrying MTP"] for c in ("1", "8", "64")] == [
+        "−3.9\u00a0%", "−9.0\u00a0%", "−21.7\u00a0%",
+    ]  # fmt: skip
+    assert [steps[c, "drafting + verification"][:4] for c in ("1", "8", "64")] == ["+263", "+230", "+94."]
+
+
+def test_late_in_the_prompt_nothing_blocks_with_unblocked_inputs(parts: list[prefill.Part]) -> None:
+    (late,) = prefill.lanes(parts[2])
+    assert late.busy(0) > 0.94 and late.busy(1) > 0.96, "but for one copy of the recurrent states"
+    (host,) = prefill.host_times(parts[2])
+    assert host.checkpoint == pytest.approx(276, abs=1) and host.waiting < 8
 
 
 def test_unsteady_windows_are_those_that_the_raw_lines_say(widths_evidence: Evidence) -> None:

@@ -221,9 +221,9 @@ def _headline(
     sure = {arm: e for arm, e in effects.items() if e.verdict != "unknown"} or effects
     best = max(sure, key=lambda arm: sure[arm].ratio.mean)
     if all(e.verdict == "noise" for e in effects.values()):
-        return f"No arm's {what} differs from {sweep.label(stock)} by more than the noise ({where})"
+        return f"No remedy's {what} differs from {sweep.label(stock)} by more than the noise ({where})"
     if effects[best].verdict == "noise":
-        return f"No arm improves {what} on {sweep.label(stock)} by more than the noise ({where})"
+        return f"No remedy improves {what} on {sweep.label(stock)} by more than the noise ({where})"
     unsure = "; too few repeats to know the noise" if effects[best].verdict == "unknown" else ""
     if relative and (of_base := sweep.effect(metric, stock, load)) and (best_of := sweep.effect(metric, best, load)):
         return (

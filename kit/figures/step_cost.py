@@ -91,7 +91,8 @@ def step_cost(sweep: Sweep, name: str = "step-cost") -> Figure:
         caption="This is about the rate of one stream, not about the service's throughput. "
         "Drafting speeds a stream up while its step yields more tokens than it costs. The cost is not "
         "measured directly: it follows from tokens per step and the per-stream decode rates (median) of the arm and "
-        "the baseline, and holds everything that lengthens a step. " + sweep.caption(COST),
+        "the baseline, and holds everything that lengthens a step, other requests' prompts between two steps among it. "
+        + sweep.caption(COST),
         alt="Line charts of tokens per verify step and of the relative cost of a step against load.",
         table=pd.DataFrame(rows),
         sources=sweep.sources,

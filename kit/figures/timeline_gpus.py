@@ -16,6 +16,9 @@ from kit.figures.style import BLUE, FONT_PT, GREEN, MUTED, ORANGE, panels, style
 COLORS = {"target": BLUE, "mtp": ORANGE, "copy": GREEN, "other": "#999999"}
 WORDS = {"target": "target", "mtp": "MTP pass", "copy": "copies", "other": "other"}
 
+WAITING = "#dddddd"
+AT_ONCE_US = 10_000.0
+
 Span = tuple[float, float, str]
 """Begin and end in µs, and what ran."""
 
@@ -28,6 +31,10 @@ class Lanes:
     gpus: Mapping[int, Sequence[Span]]
     host: Sequence[Span] = ()
     chunks: int | None = None
+    waits: Sequence[tuple[float, float]] = ()
+    """When the host waited for a GPU, µs."""
+    pauses: Sequence[tuple[float, float]] = ()
+    """When something else than the passes stopped all GPUs (a checkpoint of the model's states), µs."""
 
     @property
     def end(self) -> float:
@@ -37,10 +44,19 @@ class Lanes:
     def busy(self, gpu: int) -> float:
         """Share of the time between the GPU's first and last work in which it ran anything.
 
-        Before it and after it the profile has no say: there the pipeline fills and drains, once per profile.
+        Before it and after it the profile has no say: there the pipeline fills and drains, once per profile. A gap in
+        which a pause lies, or that follows it at once while the pipeline fills again, is left out.
         """
         joined = merged(self.gpus[gpu], 0.0, labels=False)
-        return sum(end - begin for begin, end, _ in joined) / (joined[-1][1] - joined[0][0]) if joined else 0.0
+        if not joined:
+            return 0.0
+        idle = [(a[1], b[0]) for a, b in pairwise(joined)]
+        paused = sum(
+            e - b
+            for b, e in idle
+            if any(b <= end + AT_ONCE_US and e > begin and e - b > AT_ONCE_US for begin, end in self.pauses)
+        )
+        return sum(end - begin for begin, end, _ in joined) / (joined[-1][1] - joined[0][0] - paused)
 
 
 def merged(spans: Sequence[Span], gap: float, labels: bool = True) -> list[Span]:
@@ -74,6 +90,8 @@ def timeline_gpus(
         all_axes[-1].set_xlabel("ms", color=MUTED)
         shown = [k for k in COLORS if any(s[2] == k for a in arms for spans in a.gpus.values() for s in spans)]
         handles = [all_axes[-1].barh(0, 0, color=COLORS[k], label=WORDS[k]) for k in shown]
+        if any(a.waits for a in arms):
+            handles.append(all_axes[-1].barh(0, 0, color=WAITING, label="host waits"))
         all_axes[-1].legend(handles=handles, loc="upper left", bbox_to_anchor=(-0.12, -0.34), ncols=4, frameon=False,
                             fontsize=FONT_PT - 1, handlelength=1.0, columnspacing=1.0)  # fmt: skip
         svg = to_svg(figure, name)
@@ -95,7 +113,7 @@ def timeline_gpus(
         headline=_headline(arms),
         caption=f"{caption} Taken with torch's profiler, which slows the host: read the shape, not the speed. "
         "White between the bars is a GPU that waits, and a host that does something else than launching. Busy: between "
-        "a GPU's first and last work.".strip(),
+        f"a GPU's first and last work{_paused(arms)}.".strip(),
         alt="Timelines of the GPUs. "
         + listed([f"{a.label}: " + ", ".join(f"GPU {g} busy {a.busy(g):.0%}" for g in a.gpus) for a in arms]),
         table=pd.DataFrame(rows),
@@ -103,6 +121,13 @@ def timeline_gpus(
         n="one profile per arm",
         flags=flags,
     )
+
+
+def _paused(arms: Sequence[Lanes]) -> str:
+    longest = max((e - b for a in arms for b, e in a.pauses), default=0.0)
+    if not longest:
+        return ""
+    return f", but for the gap that copying recurrent states to the host makes ({longest / 1000:.0f} ms, once)"
 
 
 def longest_gap(spans: Sequence[Span]) -> float:
@@ -122,6 +147,9 @@ def _panel(axes: Axes, lanes: Lanes, longest: float) -> None:
             axes.broken_barh(
                 [(b / 1000, max(e - b, gap / 2) / 1000) for b, e, _ in mine], (y - 0.32, 0.64), color=color, lw=0
             )
+    if lanes.host:
+        last = [(b / 1000, (min(e, lanes.end) - b) / 1000) for b, e in lanes.waits if b < lanes.end]
+        axes.broken_barh(last, (len(rows) - 1 - 0.32, 0.64), color=WAITING, lw=0, zorder=3)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.tick_params(axis="y", length=0, labelcolor="#333333")
     axes.set_ylim(len(rows) - 0.5, -0.5)

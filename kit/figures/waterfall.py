@@ -84,7 +84,7 @@ def waterfall(
             for row, (before, after, (title, change)) in enumerate(
                 zip(values[:-1], values[1:], steps, strict=True), start=1
             ):
-                quiet = _quiet(change, ladder.noise)
+                quiet = within_noise(change, ladder.noise)
                 color = MUTED if quiet else GREEN if after >= before else RED
                 axes.barh(
                     row, after - before, left=before, height=0.66, color=color, alpha=0.4 if quiet else 0.9, zorder=2
@@ -154,7 +154,7 @@ def steps_of(ladder: Ladder) -> list[tuple[str, Estimate | None]]:
     ]
 
 
-def _quiet(change: Estimate | None, noise: float | None) -> bool:
+def within_noise(change: Estimate | None, noise: float | None) -> bool:
     """Whether a step is no larger than the noise: its interval covers no change, or it lies in the A/A spread."""
     if change is None:
         return False
@@ -173,7 +173,7 @@ def _headline(ladders: Sequence[Ladder], letter: str) -> str:
     where = f"at {letter}\u00a0=\u00a0{ladder.load:g}"
     if not steps:
         return f"From baseline to MTP {where}"
-    sure = [(title, c) for title, c in steps if c.low is not None and not _quiet(c, ladder.noise)]
+    sure = [(title, c) for title, c in steps if c.low is not None and not within_noise(c, ladder.noise)]
     if not sure and all(c.low is not None for _, c in steps):
         return f"No single step between baseline and MTP is larger than the noise {where}"
     if not sure:

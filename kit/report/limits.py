@@ -100,7 +100,11 @@ def limits(
     expected = _EXPECTED_PREFILL if kinds == {"prefill"} else _EXPECTED
     missing = [METRICS[tag].title for tag in expected if all(c.metrics.get(tag) is None for c in good)]
     if missing:
-        said.append(f"Not recorded: {listed(missing)}.")
+        counted = any("drive.acceptance" in c.server for c in good)
+        said.append(
+            f"Not recorded: {listed(missing)}."
+            + (" (Of drafts the server's own counters by cell are used; requests carry none.)" if counted else "")
+        )
     partly = [
         METRICS[tag].title
         for tag in expected

@@ -314,7 +314,7 @@ _SERVER_NAMES = {
     "llamacpp:requests_processing": "running", "llamacpp:requests_deferred": "queued",
     "llamacpp:n_busy_slots_per_decode": "busy slots per decode",
     "sglang:num_running_reqs": "running", "sglang:num_queue_reqs": "queued",
-    "sglang:token_usage": "KV pool in use", "sglang:spec_accept_length": "accept length",
+    "sglang:token_usage": "pool in use", "sglang:spec_accept_length": "accept length",
     "sglang:max_total_num_tokens": "KV pool (tokens)",
     "drive.acceptance": "acceptance",
     "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "queued",

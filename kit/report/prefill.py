@@ -259,7 +259,7 @@ def answers(part: Part) -> list[str]:
 
     With fewer than three repeats no remedy is told from another: the numbers are in the figures, each with its n.
     """
-    said = []
+    said = _in_short(part)
     for length in part.lengths:
         stock = part.sweep.effect("input_tps", STOCK, length)
         if stock is None:
@@ -292,9 +292,43 @@ def answers(part: Part) -> list[str]:
     if part.gpus == 1:
         said.append(
             "On one GPU deferring has no interruption to win back: target and MTP passes share it, and only their "
-            "order changes. Unblocked inputs save the host's waits there too, with MTP or without."
+            "order changes. Unblocked inputs save the host's waits there too"
+            + ("." if UNBLOCKED in part.sweep.arms else "; how much they would give no MTP was not measured here.")
         )
     return said
+
+
+SMALL_QUEUE_MIB = 256
+
+
+def _in_short(part: Part) -> list[str]:
+    """What to do on a layout like this, at the longest prompt; nothing where no remedy is above the noise."""
+    length = part.lengths[-1]
+    over = [e for arm in part.remedies if (e := part.sweep.effect("input_tps", arm, length, baseline=STOCK))]
+    above = sorted((e for e in over if e.verdict == "above"), key=lambda e: -e.ratio.mean)
+    if not above or part.gpus == 1:
+        return []
+    text = f"In short, at {length:,} tokens: {part.sweep.label(above[0].arm)} gives {_interval(above[0].ratio)} stock"
+    queues = [
+        (e, peak)
+        for e in above
+        if not part.arms[e.arm].unblock
+        and (peak := part.server("queue_peak_bytes", e.arm, length))
+        and peak <= SMALL_QUEUE_MIB * MIB
+    ]
+    if queues and part.arms[above[0].arm].unblock:
+        effect, peak = queues[0]
+        text += (
+            f"; where inputs cannot be unblocked, {part.sweep.label(effect.arm)} gives {_interval(effect.ratio)} for "
+            f"{number(peak / MIB)} MiB"
+        )
+    last = part.sweep.effect("input_tps", "stock-last", length, baseline=STOCK)
+    if last is not None and part.arms[above[0].arm].unblock:
+        text += (
+            f". (That arm is two changes: the head on the last GPU alone gives {_interval(last.ratio)}; unblocked "
+            "inputs with the head on the first were not measured.)"
+        )
+    return [text if text.endswith(")") else text + "."]
 
 
 MOST_NAMED = 3
@@ -728,7 +762,8 @@ def lanes(part: Part) -> list[Lanes]:
             gpus = {int(g["device"]): [(b, e, label) for b, e, label in g["spans"]] for g in text["gpus"]}
             if text["arm"] not in found and any(gpus.values()):
                 host = [(b, e, label) for b, e, label in text.get("host", ())]
-                found[text["arm"]] = Lanes(text["label"], gpus, host, text.get("chunks"))
+                waits = [(b, e) for b, e, _ in text.get("host_waits", ())]
+                found[text["arm"]] = Lanes(text["label"], gpus, host, text.get("chunks"), waits, checkpoints(text))
     if not found:
         raise NotRecorded("no timeline of the GPUs was recorded")
     speed = {arm: part.mean("input_tps", arm, part.lengths[-1]) or 0.0 for arm in found}
@@ -738,6 +773,26 @@ def lanes(part: Part) -> list[Lanes]:
     return [found[arm] for arm in ([STOCK] if STOCK in found else []) + remedies[:1] + plain[:1]]
 
 
+CHECKPOINT_COPIES = 8
+"""Blocking copies in a row, after a chunk's last pass, that tell the copy of recurrent states to the host: two for each
+linear-attention layer, where a chunk's own uploads are two or three."""
+
+
+def checkpoints(timeline: dict[str, Any]) -> list[tuple[float, float]]:
+    """When the engine copied recurrent states to the host (once every 32,768 tokens), as [begin, end] in µs."""
+    found = []
+    for begin, end in timeline.get("iterations", ()):
+        passes = [span[1] for span in timeline.get("host", ()) if begin <= span[0] < end]
+        after = [
+            w
+            for w in timeline.get("host_waits", ())
+            if passes and max(passes) <= w[0] < end and w[2].startswith("cudaMemcpy")
+        ]
+        if len(after) >= CHECKPOINT_COPIES:
+            found.append((after[0][0], after[-1][1]))
+    return found
+
+
 @dataclass(frozen=True)
 class HostTime:
     """Where a chunk's time goes on the host, and each GPU's own work in it; ms per chunk, from one profile.
@@ -745,7 +800,7 @@ class HostTime:
     Attributes:
         launching: Inside the target's and MTP's passes, waits and embedding rows left out: handing work to the GPUs.
         mtp: The part of ``launching`` that is the MTP passes'.
-        waiting: Runtime calls that took long, wherever they were: blocking copies.
+        waiting: Runtime calls that took long, wherever they were: blocking copies. Not those of a checkpoint.
         embedding: Gathering, widening and sending the embedding rows, waits left out; None where it was not told apart
             (then it is in ``between``).
         between: All other time of the chunk's turn.
@@ -760,6 +815,8 @@ class HostTime:
     embedding: float | None
     between: float
     gpus: dict[int, float]
+    checkpoint: float = 0.0
+    """The copy of recurrent states to the host, ms in all: once every 32,768 tokens, so in no chunk's average."""
 
     @property
     def own(self) -> float:
@@ -808,7 +865,13 @@ def host_time(timeline: dict[str, Any]) -> HostTime | None:
         turns = [list(pair) for pair in pairwise(starts)]
     if len(turns) < 2:
         return None
-    waits = [w for w in timeline["host_waits"] if w[2] != "cudaDeviceSynchronize"]  # the profile's own end
+    pauses = checkpoints(timeline)
+    waits = [
+        w
+        for w in timeline["host_waits"]
+        if w[2] != "cudaDeviceSynchronize"  # the profile's own end
+        and not any(begin <= w[0] < end for begin, end in pauses)
+    ]
     # One lane of the host: what lies innermost is what it does, and a wait lies in whatever waits.
     busy = {label: [s for s in spans if s[2] == label] for label in ("target", "mtp", "embedding")}
     sums = dict.fromkeys(("waiting", *busy), 0.0)
@@ -824,7 +887,8 @@ def host_time(timeline: dict[str, Any]) -> HostTime | None:
                     for inner in busy["embedding"]:
                         a, b = max(since, inner[0]), min(until, inner[1])
                         sums["mtp"] -= max(0.0, b - a - _overlap(waits, a, b)) if a < b else 0.0
-    whole = sum(end - begin for begin, end in turns)
+    paused = sum(end - begin for begin, end in pauses)
+    whole = sum(end - begin for begin, end in turns) - paused
     told = bool(busy["embedding"])
     per_chunk = 1 / len(turns) / 1000
     return HostTime(
@@ -839,6 +903,7 @@ def host_time(timeline: dict[str, Any]) -> HostTime | None:
             int(g["device"]): sum(e - b for b, e, label in g["spans"] if label != "copy") / timeline["chunks"] / 1000
             for g in timeline["gpus"]
         },
+        checkpoint=paused / 1000,
     )
 
 
@@ -860,6 +925,7 @@ def host_table(part: Part) -> pd.DataFrame:
                 "other (ms)": t.between,
                 "waiting for a GPU (ms)": t.waiting,
                 "host, all (ms)": t.total,
+                **({"state checkpoint, once (ms)": t.checkpoint} if t.checkpoint else {}),
                 **{f"GPU {gpu} works (ms)": busy for gpu, busy in t.gpus.items()},
             }
             for t in host_times(part)
@@ -881,6 +947,8 @@ def host_note(part: Part, t: HostTime) -> str:
         f"{number(t.between, 3)} ms on other work of its own{among} and {number(t.waiting, 3)} ms waiting for a "
         f"GPU; the busier GPU has {number(slowest, 3)} ms of work."
     )
+    if t.checkpoint:
+        text += f" The copy of recurrent states to the host, {number(t.checkpoint, 3)} ms once, is not in this."
     if t.waiting > WAITS * t.total and t.own > t.total / 2:
         text += " While it waits it hands no GPU any work, so the GPUs take turns."
     if t.own > slowest:

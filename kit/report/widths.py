@@ -57,28 +57,39 @@ def isolation(evidence: Evidence) -> Sweep:
 def steady(evidence: Evidence) -> Evidence:
     """The cells without those whose window was not steady: their throughput depends on the phase they met.
 
-    Where none would be left, all stay, and the figures carry the flag.
+    Where most cells of a load are such, all of it goes: the others met whole waves by chance. Where none would be left,
+    all stay, and the figures carry the flag.
     """
-    cells = [c for c in evidence.cells if UNSTEADY_FLAG not in c.flags]
+    rough = unsteady_loads(evidence)
+    cells = [c for c in evidence.cells if UNSTEADY_FLAG not in c.flags and c.cell.load.value not in rough]
     return _only(evidence, cells) if any(c.status == "ok" for c in cells) else evidence
+
+
+def unsteady_loads(evidence: Evidence) -> list[float]:
+    """Loads at which more than half of the good cells had an unsteady window."""
+    flags: dict[float, list[bool]] = {}
+    for cell in evidence.cells:
+        if cell.status == "ok":
+            flags.setdefault(cell.cell.load.value, []).append(UNSTEADY_FLAG in cell.flags)
+    return sorted(load for load, found in flags.items() if sum(found) > len(found) / 2)
 
 
 def left_out(evidence: Evidence) -> list[str]:
     """Which cells are left out of throughput, in words."""
-    sweep, found = evidence.sweep(), {}
-    for cell in evidence.cells:
-        if cell.status == "ok" and UNSTEADY_FLAG in cell.flags:
-            found.setdefault(cell.cell.load.value, {}).setdefault(cell.arm.label, []).append(cell)
-    return [
-        f"{sweep.at(load)}: left out of every throughput here are {_cells(arms)}. Their windows were not steady: "
-        f"requests begun and ended in one differ by more than a quarter, so an arm read more or fewer prompts than its "
-        f"tokens stand for, and which depends on its speed."
-        for load, arms in sorted(found.items())
-    ]
-
-
-def _cells(arms: dict[str, list[CellRecord]]) -> str:
-    return listed([f"{len(cells)} of {label}" for label, cells in arms.items()])
+    sweep, rough = evidence.sweep(), unsteady_loads(evidence)
+    good = [c for c in evidence.cells if c.status == "ok"]
+    said = []
+    for load in sorted({c.cell.load.value for c in good if UNSTEADY_FLAG in c.flags}):
+        here = [c for c in good if c.cell.load.value == load]
+        flagged = [c for c in here if UNSTEADY_FLAG in c.flags]
+        arms = {label: sum(c.arm.label == label for c in flagged) for label in (c.arm.label for c in flagged)}
+        which = "all cells" if load in rough else listed([f"{n} of {label}" for label, n in arms.items()])
+        said.append(
+            f"{sweep.at(load)}: left out of every throughput here are {which}. The windows of {len(flagged)} of "
+            f"{len(here)} were not steady: requests begun and ended in one differ by more than a quarter, so an arm "
+            "read more or fewer prompts than its tokens stand for, and which depends on its speed."
+        )
+    return said
 
 
 COUNTED = "Acceptance and tokens per step are the server's own, over all of a cell's traffic."
@@ -135,6 +146,11 @@ def rungs(evidence: Evidence, width: int | None = None) -> list[tuple[str, str |
     ]
 
 
+def rungs_in_gpu_time(evidence: Evidence) -> list[tuple[str, str | None]]:
+    """The same without the pools: while all requests decode together none waits for room in one."""
+    return [(arm, None if arm == "a-capped" else step) for arm, step in rungs(evidence) if arm != "a"]
+
+
 def _pool(evidence: Evidence, arm: str) -> int | None:
     """Tokens that the arm's KV pool holds, as its server resolved it; None if cells differ or none tells."""
     told = {c.resolved.get("max_total_num_tokens") for c in evidence.cells if c.status == "ok" and c.cell.arm == arm}
@@ -144,23 +160,34 @@ def _pool(evidence: Evidence, arm: str) -> int | None:
 
 def ladder_flags(evidence: Evidence) -> list[str]:
     """The labels of the ladder's own cells, with which of them carry each."""
-    present = evidence.sweep().arms
-    return list(evidence.sweep(arms=[arm for arm, _ in rungs(evidence) if arm in present]).flags)
+    usable = steady(evidence)
+    present = usable.sweep().arms
+    return list(usable.sweep(arms=[arm for arm, _ in rungs(usable) if arm in present]).flags)
 
 
 def pool_caption(evidence: Evidence) -> str:
-    """Who decided the pools, and what takes the memory that MTP's pool lacks; empty where no pool was declared."""
+    """Who decided the pools, and what memory they and the drafts' states take; empty where no pool was declared."""
     declared = [a.get("mtp_pool_tokens") for c in evidence.cells if (a := c.arm.settings).get("pool") == "mtp"]
     if not any(declared):
         return ""
+    good = [c for c in evidence.cells if c.status == "ok"]
+    pools = []
+    for arm in ("a", "a-capped"):
+        size = next((v for c in good if c.cell.arm == arm and (v := c.server.get("log.kv_gib"))), None)
+        tokens = _pool(evidence, arm)
+        if size is None or tokens is None:
+            return ""
+        pools.append(f"{tokens:,} tokens ({size:.2g} GiB)")
     text = (
-        f"MTP's pool is the card's choice ({max(filter(None, declared)):,} tokens), and the arm without MTP gets what "
-        "the same memory gives it, at most what all its requests can use: the capacity step is as large as that choice "
-        "makes it."
+        f"MTP's pool of {pools[1]} is the card's choice; without MTP it is {pools[0]}, as much as all requests can "
+        "use. The capacity step is as large as that choice makes it."
     )
-    states = [v for c in evidence.cells if (v := c.server.get("log.mamba_intermediate_ssm_state_cache_gib"))]
+    states = [v for c in good if (v := c.server.get("log.mamba_intermediate_ssm_state_cache_gib"))]
     if states:
-        text += f" What takes the memory is {max(states):.1f} GiB of recurrent states, one for every token of a draft."
+        text += (
+            f" Beside its pool the MTP server reserves {max(states):.1f} GiB for recurrent states, one for every draft "
+            "token of every request that may run."
+        )
     return text
 
 
@@ -237,7 +264,18 @@ def causes(evidence: Evidence) -> list[str]:
         times_there = None
     best = best_width(evidence)
     if times_there and best:
-        texts = (gpu_time.steps(times_there, rungs(evidence)), gpu_time.shrinking(times_there, "a-capped", best))
+        loads, rough = evidence.sweep().loads, unsteady_loads(evidence)
+        accepted = {load: _counted(evidence, best, load) for load in loads}
+        texts = (
+            gpu_time.steps(times_there, rungs_in_gpu_time(evidence)),
+            gpu_time.shrinking(
+                times_there,
+                "a-capped",
+                best,
+                tokens_per_step={load: None if a is None else 1 + a for load, a in accepted.items()},
+                steady=[load for load in loads if load not in rough],
+            ),
+        )
         said += [text for text in texts if text]
     said += left_out(evidence)
     bad = [c for c in evidence.cells if c.status == "invalid"]
@@ -250,6 +288,18 @@ def causes(evidence: Evidence) -> list[str]:
                 "said of the load at which the answer may turn."
             )
     return said
+
+
+def _counted(evidence: Evidence, arm: str, load: float) -> float | None:
+    """Accepted drafts a request and step, by the server's counters; mean over the repeats."""
+    found = estimate(
+        [
+            c.server.get("drive.accepted_per_verify")
+            for c in evidence.cells
+            if c.status == "ok" and (c.cell.arm, c.cell.load.value) == (arm, load)
+        ]
+    )
+    return found.mean if found else None
 
 
 def _whole(sweep: Sweep, best: str | None) -> list[str]:
@@ -310,21 +360,37 @@ def _capacity(evidence: Evidence, sweep: Sweep) -> list[str]:
             f"({_n(pool)})."
         )
     for load in loads:
-        told = [
-            (arm, _mean(at_load[load], arm, RUNNING), _mean(at_load[load], arm, QUEUED)) for arm in ("a", "a-capped")
-        ]
-        if load in idle or any(value is None for _, *values in told for value in values):
+        held, free = _together(evidence, "a-capped", load, waiting=True), _together(evidence, "a", load, waiting=False)
+        if load in idle or held is None or free is None:
             continue
-        (_, run_a, wait_a), (_, run_b, wait_b) = told
         step = next((e for e in _steps_between(sweep, "a", "a-capped") if e.load == load), None)
+        cost = f"In output that is {percent(step.ratio.mean)} ({_n([step])})." if step else ""
         said.append(
-            f"Capacity at {sweep.at(load)}: with MTP's pool {run_b:.0f} requests run and {wait_b:.0f} wait, with the "
-            f"pool that the same memory gives without MTP {run_a:.0f} and {wait_a:.0f} (means of samples; the others "
-            "have their prompt read or are on their way). "
-            + (f"In output that is {percent(step.ratio.mean)} ({_n([step])})." if step else
-               "What that costs in output these windows do not tell.")
-        )  # fmt: skip
+            f"Capacity at {sweep.at(load)}: where MTP's pool is full it holds {held[0]:.0f} requests and {held[1]:.0f} "
+            f"wait; without MTP {free[0]:.0f} run and {free[1]:.0f} wait. "
+            f"{cost or 'What that costs in output these windows do not tell.'} {pool_caption(evidence)}".strip()
+        )
     return said
+
+
+def _together(evidence: Evidence, arm: str, load: float, *, waiting: bool) -> tuple[float, float] | None:
+    """Requests running and waiting: mean over the samples in which nearly all clients have one there (``waiting``: and
+    some wait). None without such samples."""
+    found = []
+    for run in evidence.runs:
+        for cell in run.cells():
+            if cell.cell.experiment != evidence.experiment or (cell.cell.arm, cell.cell.load.value) != (arm, load):
+                continue
+            start, end = cell.window_ns or (0, 0)
+            for sample in samples_of(run, cell):
+                running, queued = sample.values.get(RUNNING), sample.values.get(QUEUED)
+                if running is None or queued is None or not start <= sample.t_ns <= end:
+                    continue
+                if running + queued >= gpu_time.ALL_RUNNING * load and (queued > 0 or not waiting):
+                    found.append((running, queued))
+    if not found:
+        return None
+    return sum(r for r, _ in found) / len(found), sum(q for _, q in found) / len(found)
 
 
 RUNNING, QUEUED = "sglang:num_running_reqs", "sglang:num_queue_reqs"
@@ -334,11 +400,6 @@ def _only(evidence: Evidence, cells: Sequence[CellRecord]) -> Evidence:
     made = Evidence(evidence.experiment, evidence.runs)
     made.__dict__["cells"] = list(cells)
     return made
-
-
-def _mean(cells: Sequence[CellRecord], arm: str, figure: str) -> float | None:
-    found = estimate([c.server.get(figure) for c in cells if c.status == "ok" and c.cell.arm == arm])
-    return found.mean if found else None
 
 
 def _extend_share(evidence: Evidence) -> str:
@@ -365,7 +426,9 @@ def _steps_between(sweep: Sweep, before: str, after: str) -> list[Effect]:
 
 
 def _told(sweep: Sweep, effects: Sequence[Effect]) -> str:
-    return listed([f"{percent(e.ratio.mean)} at {sweep.at(e.load)}" for e in effects])
+    return listed(
+        [f"{percent(e.ratio.mean)}{' (noise)' if e.verdict == 'noise' else ''} at {sweep.at(e.load)}" for e in effects]
+    )
 
 
 def _n(effects: Sequence[Effect]) -> str:
