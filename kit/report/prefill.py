@@ -762,7 +762,7 @@ def lanes(part: Part) -> list[Lanes]:
             gpus = {int(g["device"]): [(b, e, label) for b, e, label in g["spans"]] for g in text["gpus"]}
             if text["arm"] not in found and any(gpus.values()):
                 host = [(b, e, label) for b, e, label in text.get("host", ())]
-                waits = [(b, e) for b, e, _ in text.get("host_waits", ())]
+                waits = [(b, e) for b, e, call in text.get("host_waits", ()) if call != PROFILE_END]
                 found[text["arm"]] = Lanes(text["label"], gpus, host, text.get("chunks"), waits, checkpoints(text))
     if not found:
         raise NotRecorded("no timeline of the GPUs was recorded")
@@ -772,6 +772,9 @@ def lanes(part: Part) -> list[Lanes]:
     remedies = [arm for arm in ranked if arm != STOCK and arm not in plain]
     return [found[arm] for arm in ([STOCK] if STOCK in found else []) + remedies[:1] + plain[:1]]
 
+
+PROFILE_END = "cudaDeviceSynchronize"
+"""The wait with which the profile itself ends."""
 
 CHECKPOINT_COPIES = 8
 """Blocking copies in a row, after a chunk's last pass, that tell the copy of recurrent states to the host: two for each
@@ -869,7 +872,7 @@ def host_time(timeline: dict[str, Any]) -> HostTime | None:
     waits = [
         w
         for w in timeline["host_waits"]
-        if w[2] != "cudaDeviceSynchronize"  # the profile's own end
+        if w[2] != PROFILE_END
         and not any(begin <= w[0] < end for begin, end in pauses)
     ]
     # One lane of the host: what lies innermost is what it does, and a wait lies in whatever waits.

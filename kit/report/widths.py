@@ -158,9 +158,9 @@ def _pool(evidence: Evidence, arm: str) -> int | None:
     return only if isinstance(only, int) else None
 
 
-def ladder_flags(evidence: Evidence) -> list[str]:
-    """The labels of the ladder's own cells, with which of them carry each."""
-    usable = steady(evidence)
+def ladder_flags(evidence: Evidence, *, every: bool = False) -> list[str]:
+    """The labels of the ladder's own cells, with which of them carry each; ``every``: of unsteady windows too."""
+    usable = evidence if every else steady(evidence)
     present = usable.sweep().arms
     return list(usable.sweep(arms=[arm for arm, _ in rungs(usable) if arm in present]).flags)
 
