@@ -872,8 +872,7 @@ def host_time(timeline: dict[str, Any]) -> HostTime | None:
     waits = [
         w
         for w in timeline["host_waits"]
-        if w[2] != PROFILE_END
-        and not any(begin <= w[0] < end for begin, end in pauses)
+        if w[2] != PROFILE_END and not any(begin <= w[0] < end for begin, end in pauses)
     ]
     # One lane of the host: what lies innermost is what it does, and a wait lies in whatever waits.
     busy = {label: [s for s in spans if s[2] == label] for label in ("target", "mtp", "embedding")}
