@@ -76,7 +76,8 @@ def test_the_engine_measures_the_cells_of_the_plan_and_no_others(tmp_path, engin
     asked = json.loads((run.folder / "plan.json").read_text())
     assert tuple(asked["layout"]["split"]) == split
     assert (asked["layout"]["chunk"], asked["output_tokens"]) == (3072, 1024)
-    assert asked["timeline"] == ["stock", "depth-8", "unblock-8"]
+    assert asked["timeline"] == ["stock", "unblock", *(["no-mtp-unblocked"] if gpus > 1 else [])]
+    assert asked["layout"]["scan_tokens"] == EXPERIMENT.settings.get("scan_tokens", 0)
     assert "chunk" not in json.dumps([arm["settings"] for arm in asked["arms"]])
 
 

@@ -25,14 +25,15 @@ from kit.measure import plan
 from kit.records.schema import Arm, Scalar
 from kit.records.store import Run
 
-LAYOUT = ("chunk", "cache_tokens", "cache_bits", "draft_tokens", "ngram_min")
+LAYOUT = ("chunk", "cache_tokens", "cache_bits", "draft_tokens", "ngram_min", "scan_tokens")
 """Settings of the experiment that say how the checkpoint is loaded."""
 
 COMMON = (*LAYOUT, "output_tokens", "most_gpus", "timeline")
 """All settings that are the experiment's and not an arm's. ``timeline``: arms, parted by commas, whose timeline of
-three chunks is recorded (the default: stock and depth 8, where they are measured)."""
+three chunks is recorded (the default: :data:`TIMELINES`, where they are measured)."""
 
-TIMELINES = ("stock", "depth-8", "unblock-8")
+TIMELINES = ("stock", "unblock", "no-mtp-unblocked")
+"""What stalls, what does not, and what the latter is to be compared with."""
 
 PATIENCE_S = (900.0, 600.0)
 """Longest time until the first cell, and per cell, after which the engine is given up."""
