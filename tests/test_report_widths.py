@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
@@ -82,8 +81,7 @@ def test_the_timeline_is_made_from_chunks_and_samples(tmp_path: Path) -> None:
         )
         for i in range(-1, 6)
     ]
-    path = run.folder / "raw" / f"{cell.cell.id}.samples.jsonl.gz"
-    path.write_bytes(gzip.compress("".join(s.model_dump_json() + "\n" for s in samples).encode()))
+    run.keep_samples(cell.cell, samples)
     (line,) = widths.timelines(Evidence("policy", [run]))
     assert list(line.t_s) == [0, 1, 2, 3, 4]
     assert list(line.running) == [0, 1, 2, 3, 4] and set(line.width) == {2.0}
@@ -156,8 +154,7 @@ def test_gpu_time_per_token_comes_from_timers_and_the_tokens_between_two_samples
             for repeat in range(3):
                 cell, request, samples = timed(arm, load, repeat, cost, prompts)
                 run.append(cell, [request])
-                path = run.folder / "raw" / f"{cell.cell.id}.samples.jsonl.gz"
-                path.write_bytes(gzip.compress("".join(s.model_dump_json() + "\n" for s in samples).encode()))
+                run.keep_samples(cell.cell, samples)
     times = gpu_time.gpu_times(Evidence("draft_width", [run]))
     one = times.found["b2", 1][0]
     assert one.seconds == 3 and one.tokens == 120 and one.per_token == pytest.approx(0.004)

@@ -13,7 +13,6 @@ from kit.cards import ROOT
 from kit.figures.waterfall import waterfall
 from kit.load.window import UNSTEADY_FLAG, is_unsteady, measure
 from kit.records import metrics
-from kit.records.schema import CellRecord, ServerSample
 from kit.records.store import Run, find_runs
 from kit.report import gpu_time, prefill, widths
 from kit.report import notebook as nb
@@ -28,20 +27,12 @@ def run(request: pytest.FixtureRequest) -> Run:
     return Run.open(request.param)
 
 
-def _samples(run: Run, cell: CellRecord) -> list[ServerSample]:
-    path = run.folder / "raw" / f"{cell.cell.id}.samples.jsonl.gz"
-    if not path.is_file():
-        return []
-    with gzip.open(path, "rt") as lines:
-        return [ServerSample.model_validate_json(line) for line in lines]
-
-
 def test_metrics_of_served_cells_are_those_of_their_requests(run: Run) -> None:
     """Counts and metrics; flags are those known when the run was made (`start-up in window` came later)."""
     for cell in run.cells():
         if cell.window_ns is None or not cell.metrics:
             continue
-        again = measure(list(run.requests(cell)), cell.window_ns, samples=_samples(run, cell))
+        again = measure(list(run.requests(cell)), cell.window_ns, samples=run.samples(cell.cell))
         assert again.counts == cell.counts, cell.cell.id
         for tag, value in again.metrics.items():
             if tag != "client_lag_p99":  # of the driver's event loop, whose ticks are not kept

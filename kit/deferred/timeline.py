@@ -121,16 +121,13 @@ def gpu_spans(events: Sequence[dict[str, Any]], gap_us: float = 30.0) -> dict[st
         ``host``: the annotations' own spans; ``iterations``: [begin, end] of each chunk's turn; ``host_waits``: runtime
         calls of more than ``WAIT_US``, which are those that waited for a GPU, as [begin, end, call].
     """
-    passes = sorted(
-        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix("pass:"))
+    annotated = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"])
         for event in events
-        if event.get("ph") == "X" and event.get("cat") == "user_annotation" and event["name"].startswith("pass:")
+        if event.get("ph") == "X" and event.get("cat") == "user_annotation"
     )
-    turns = sorted(
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("ph") == "X" and event.get("cat") == "user_annotation" and event["name"] == ITERATION
-    )
+    passes = [(b, e, name.removeprefix("pass:")) for b, e, name in annotated if name.startswith("pass:")]
+    turns = [(b, e) for b, e, name in annotated if name == ITERATION]
     launched = {
         event["args"]["correlation"]: event["ts"]
         for event in events

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from kit.figures.figure import Figure, NotRecorded, listed, number, percent
+from kit.figures.figure import Figure, NotRecorded, listed, number, percent, percent_within
 from kit.figures.style import FONT_PT, MUTED, panels, styled, to_svg
 from kit.figures.sweep import Effect, Sweep
 from kit.records.metrics import METRICS
@@ -38,9 +38,6 @@ def core_result(
         for arm in arms[load]:
             e = sweep.estimate(metric, arm, load)
             effect = sweep.effect(metric, arm, load) if arm != sweep.baseline else None
-            interval = None
-            if effect is not None and effect.ratio.low is not None and effect.ratio.high is not None:
-                interval = f"{percent(effect.ratio.low)} to {percent(effect.ratio.high)}"
             rows.append(
                 {
                     sweep.load_letter: f"{load:g}",
@@ -49,7 +46,7 @@ def core_result(
                     "n": 0 if e is None else e.n,
                     "change": None if effect is None else percent(effect.ratio.mean),
                     "n of the change": None if effect is None else str(effect.ratio.n),
-                    "95 % interval": interval,
+                    "95 % interval": None if effect is None else percent_within(effect.ratio),
                     "larger than the noise": None if effect is None else _beyond(effect),
                 }
             )

@@ -10,6 +10,7 @@ from html import escape
 import pandas as pd
 
 from kit.errors import KitError
+from kit.records.stats import Estimate
 
 TOO_FEW = "too few repeats"
 """In a headline that states no finding: it stands with its figure, and not in a page's summary."""
@@ -150,6 +151,20 @@ def times(value: float) -> str:
     """A ratio: 1.21×, with a third decimal only where it is needed to tell it from 1."""
     decimals = 3 if 0 < abs(value - 1) < 0.005 else 2
     return f"{value:.{decimals}f}×"
+
+
+def times_within(ratio: Estimate) -> str:
+    """A ratio with its interval, where it has one: 2.76× (2.42 to 3.15)."""
+    if ratio.low is None or ratio.high is None:
+        return times(ratio.mean)
+    return f"{times(ratio.mean)} ({number(ratio.low)} to {number(ratio.high)})"
+
+
+def percent_within(ratio: Estimate) -> str | None:
+    """The interval of a ratio as changes: −24.8 % to −18.4 %; None where there is none."""
+    if ratio.low is None or ratio.high is None:
+        return None
+    return f"{percent(ratio.low)} to {percent(ratio.high)}"
 
 
 def percent(ratio: float, decimals: int = 1) -> str:

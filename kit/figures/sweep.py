@@ -8,7 +8,6 @@ of the A/A pair (the same arm measured twice) where one was measured.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,7 +18,7 @@ from kit.figures.style import Look, looks
 from kit.records.compare import Comparison, require_comparable
 from kit.records.metrics import METRICS
 from kit.records.schema import CellRecord
-from kit.records.stats import MIN_REPEATS_FOR_INTERVAL, Estimate, estimate, ratio_estimate
+from kit.records.stats import MIN_REPEATS_FOR_INTERVAL, Estimate, aa_spread, estimate, ratio_estimate, within_noise
 
 AGAIN = "-again"
 """Suffix of the arm that is measured twice (the A/A pair)."""
@@ -117,12 +116,7 @@ class Sweep:
         if self.twin is None:
             return None
         first, again = (self.repeats(metric, arm, load) for arm in self.twin)
-        logs = [
-            abs(math.log(again[r] / first[r]))
-            for r in first.keys() & again.keys()
-            if first[r] and again[r] and first[r] > 0 and again[r] > 0
-        ]
-        return max(logs) if logs else None
+        return aa_spread(first, again)
 
     def effect(self, metric: str, arm: str, load: float, baseline: str | None = None) -> Effect | None:
         """The arm ÷ the baseline at a load, with the verdict; None where either is unknown or there is no baseline."""
@@ -134,11 +128,11 @@ class Sweep:
             return None
         noise = self.noise(metric, load)
         verdict: Verdict
-        if found.low is None or found.high is None:
-            # Too few repeats for an interval: the A/A spread alone cannot vouch for an effect, only explain one away.
-            verdict = "noise" if noise is not None and abs(math.log(found.mean)) <= noise else "unknown"
-        elif found.low <= 1 <= found.high or (noise is not None and abs(math.log(found.mean)) <= noise):
+        if within_noise(found, noise):
             verdict = "noise"
+        elif found.low is None or found.high is None:
+            # Too few repeats for an interval: the A/A spread alone cannot vouch for an effect, only explain one away.
+            verdict = "unknown"
         else:
             verdict = "above" if found.mean > 1 else "below"
         return Effect(arm, load, found, noise, verdict)
@@ -386,13 +380,6 @@ def undecided(sweep: Sweep, effects: Sequence[Effect]) -> str:
     who = "" if {e.arm for e in effects} == set(arms) else f"{listed([sweep.label(a) for a in arms])}, "
     counts = sorted({e.ratio.n for e in found})
     return f"undecided at {where} ({who}n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))})"
-
-
-def ratio_text(effect: Effect) -> str:
-    """ "1.21× (1.15–1.27)" with its interval where there is one."""
-    if effect.ratio.low is None or effect.ratio.high is None:
-        return times(effect.ratio.mean)
-    return f"{times(effect.ratio.mean)} ({effect.ratio.low:.2f}–{effect.ratio.high:.2f})"
 
 
 def sentence_case(text: str) -> str:

@@ -18,6 +18,7 @@ WORDS = {"target": "target", "mtp": "MTP pass", "copy": "copies", "other": "othe
 
 WAITING = "#dddddd"
 AT_ONCE_US = 10_000.0
+"""A gap longer than this, around a pause or beginning this soon after it, is the pause's doing."""
 
 Span = tuple[float, float, str]
 """Begin and end in µs, and what ran."""

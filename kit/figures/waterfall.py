@@ -7,16 +7,15 @@ whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from kit.figures.figure import Figure, NotRecorded, Source, listed, number, percent
+from kit.figures.figure import Figure, NotRecorded, Source, listed, number, percent, percent_within
 from kit.figures.style import BLACK, BLUE, FONT_PT, GREEN, MUTED, RED, panels, styled, to_svg
 from kit.figures.sweep import Sweep
-from kit.records.stats import Estimate, ratio_estimate
+from kit.records.stats import Estimate, ratio_estimate, within_noise
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def waterfall(
             for row, (before, after, (title, change)) in enumerate(
                 zip(values[:-1], values[1:], steps, strict=True), start=1
             ):
-                quiet = within_noise(change, ladder.noise)
+                quiet = change is not None and within_noise(change, ladder.noise)
                 color = MUTED if quiet else GREEN if after >= before else RED
                 axes.barh(
                     row, after - before, left=before, height=0.66, color=color, alpha=0.4 if quiet else 0.9, zorder=2
@@ -95,9 +94,6 @@ def waterfall(
                 _value(axes, max(before, after), row, text)
                 labels.append(title)
                 largest.append((ladder.load, title, change))
-                interval = None
-                if change and change.low is not None and change.high is not None:
-                    interval = f"{percent(change.low)} to {percent(change.high)}"
                 table.append(
                     {
                         letter: f"{ladder.load:g}",
@@ -105,7 +101,7 @@ def waterfall(
                         f"from ({unit})": before,
                         f"to ({unit})": after,
                         "change": percent(change.mean) if change else None,
-                        "95 % interval": interval,
+                        "95 % interval": percent_within(change) if change else None,
                         "n": change.n if change else 0,
                     }
                 )
@@ -152,14 +148,6 @@ def steps_of(ladder: Ladder) -> list[tuple[str, Estimate | None]]:
         (after.step or f"{before.label} → {after.label}", ratio_estimate(after.values, before.values))
         for before, after in zip(ladder.rungs[:-1], ladder.rungs[1:], strict=True)
     ]
-
-
-def within_noise(change: Estimate | None, noise: float | None) -> bool:
-    """Whether a step is no larger than the noise: its interval covers no change, or it lies in the A/A spread."""
-    if change is None:
-        return False
-    covered = change.low is not None and change.high is not None and change.low <= 1 <= change.high
-    return covered or (noise is not None and change.mean > 0 and abs(math.log(change.mean)) <= noise)
 
 
 def _value(axes, x: float, y: float, text: str) -> None:  # noqa: ANN001 (matplotlib Axes)

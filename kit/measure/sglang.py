@@ -14,7 +14,6 @@ rises and falls, and proves that widths change under traffic with nothing lost.
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
 import json
 import random
@@ -154,7 +153,7 @@ class Bench:
             after = observe(server)
             record = self.record(server, arm, cell, result, spec, gains(before, after))
             stored = self.run.append(record, load_requests(folder))
-            self._keep_samples(cell, folder)
+            self.run.keep_samples(cell, load_samples(folder))  # the timeline of a policy is drawn from them
             self.overhead_s = max(self.overhead_s, time.monotonic() - begun - _phases_s(self.profile))
             return stored
         except KitError as error:
@@ -248,14 +247,6 @@ class Bench:
             if told != arm.settings.get("mtp_pool_tokens"):
                 broken.append(f"the pool is {told} tokens, not the {arm.settings.get('mtp_pool_tokens')} asked for")
         return broken
-
-    def _keep_samples(self, cell: CellKey, folder: Path) -> None:
-        """The server's sampled metrics beside the raw requests: the timeline of a policy is drawn from them."""
-        samples = load_samples(folder)
-        if samples:
-            lines = "".join(sample.model_dump_json() + "\n" for sample in samples)
-            path = self.run.folder / "raw" / f"{cell.id}.samples.jsonl.gz"
-            path.write_bytes(gzip.compress(lines.encode(), mtime=0))
 
     def comparable(self, experiment: Experiment) -> list[str]:
         """What differs among the servers that are up and must not, a line each."""

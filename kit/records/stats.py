@@ -56,13 +56,31 @@ def ratio_estimate(numerator: Mapping[int, float | None], denominator: Mapping[i
 
     Keys are repeat numbers; only repeats known and positive in both take part. None if there are none.
     """
+    found = estimate(_log_ratios(numerator, denominator))
+    if found is None:
+        return None
+    bounds = [None if x is None else math.exp(x) for x in (found.low, found.high)]
+    return Estimate(math.exp(found.mean), bounds[0], bounds[1], found.n)
+
+
+def aa_spread(first: Mapping[int, float | None], again: Mapping[int, float | None]) -> float | None:
+    """The noise that an arm measured twice (A/A) shows: the largest |ln(again ÷ first)| over the repeats.
+
+    None if no repeat is known and positive in both.
+    """
+    return max(map(abs, _log_ratios(again, first)), default=None)
+
+
+def within_noise(ratio: Estimate, noise: float | None) -> bool:
+    """Whether a ratio is no larger than the noise: its interval holds 1, or it lies in the A/A :func:`aa_spread`."""
+    covered = ratio.low is not None and ratio.high is not None and ratio.low <= 1 <= ratio.high
+    return covered or (noise is not None and abs(math.log(ratio.mean)) <= noise)
+
+
+def _log_ratios(numerator: Mapping[int, float | None], denominator: Mapping[int, float | None]) -> list[float]:
     logs: list[float] = []
     for repeat in sorted(numerator.keys() & denominator.keys()):
         top, bottom = numerator[repeat], denominator[repeat]
         if top is not None and bottom is not None and top > 0 and bottom > 0:
             logs.append(math.log(top / bottom))
-    found = estimate(logs)
-    if found is None:
-        return None
-    bounds = [None if x is None else math.exp(x) for x in (found.low, found.high)]
-    return Estimate(math.exp(found.mean), bounds[0], bounds[1], found.n)
+    return logs

@@ -18,7 +18,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from kit.errors import KitError
-from kit.records.schema import SCHEMA_VERSION, CellRecord, RequestRecord, RunRecord
+from kit.records.schema import SCHEMA_VERSION, CellKey, CellRecord, RequestRecord, RunRecord, ServerSample
 
 Record = TypeVar("Record", RunRecord, CellRecord, RequestRecord)
 
@@ -120,6 +120,23 @@ class Run:
         with gzip.open(path, "rt") as handle:
             for number, line in enumerate(handle, 1):
                 yield _parse(RequestRecord, line, f"{path}:{number}")
+
+    def keep_samples(self, cell: CellKey, samples: Iterable[ServerSample]) -> None:
+        """Keep a server's own figures over time beside a cell's raw requests; nothing is written for none."""
+        lines = "".join(sample.model_dump_json() + "\n" for sample in samples)
+        if lines:
+            _write_durably(self._samples(cell), gzip.compress(lines.encode(), mtime=0))
+
+    def samples(self, cell: CellKey) -> list[ServerSample]:
+        """The samples kept of a cell, in time's order; none if there are none."""
+        path = self._samples(cell)
+        if not path.is_file():
+            return []
+        with gzip.open(path, "rt") as handle:
+            return [ServerSample.model_validate_json(line) for line in handle]
+
+    def _samples(self, cell: CellKey) -> Path:
+        return self.folder / "raw" / f"{cell.id}.samples.jsonl.gz"
 
     def _drop_torn_line(self) -> None:
         path = self.folder / RESULTS

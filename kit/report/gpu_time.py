@@ -14,7 +14,6 @@ The timers are of GPU work alone: what the host adds to a step, or leaves idle b
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +21,14 @@ from itertools import pairwise
 
 import pandas as pd
 
-from kit.figures.figure import NotRecorded, listed, percent
-from kit.figures.waterfall import Ladder, ladder_of, steps_of, within_noise
+from kit.figures.figure import NotRecorded, listed, percent, percent_within
+from kit.figures.waterfall import Ladder, ladder_of, steps_of
 from kit.load.window import chunk_tokens
 from kit.records.metrics import ratio
 from kit.records.schema import CellRecord, ServerSample
-from kit.records.stats import estimate
+from kit.records.stats import aa_spread, estimate, within_noise
 from kit.records.store import Run
 from kit.report.notebook import Evidence
-from kit.report.samples import samples_of
 
 _TIMER = re.compile(r'^sglang:forward_execution_seconds_total\{category="(\w+)"\}$')
 
@@ -79,7 +77,7 @@ def gpu_time(run: Run, cell: CellRecord) -> GpuTime | None:
     if cell.window_ns is None:
         return None
     start, end = cell.window_ns
-    inside = [s for s in samples_of(run, cell) if start <= s.t_ns <= end]
+    inside = [s for s in run.samples(cell.cell) if start <= s.t_ns <= end]
     if len(inside) < 2:
         return None
     kinds = _gained(inside[0], inside[-1])
@@ -180,10 +178,9 @@ def ladder(times: GpuTimes, rungs: Sequence[tuple[str, str | None]]) -> list[Lad
         return {repeat: t.tokens_per_gpu_s for repeat, t in times.found.get((arm, load), {}).items()}
 
     def noise(load: float) -> float | None:
-        """Of an arm measured twice: the largest |ln| of the two, over the repeats."""
+        """Of the arm measured twice; None without one."""
         first, again = (values(arm, load) for arm in sweep.twin or ("", ""))
-        pairs = [(first[r], again[r]) for r in first.keys() & again.keys()]
-        return max((abs(math.log(b / a)) for a, b in pairs if a and b), default=None)
+        return aa_spread(first, again)
 
     return [
         ladder_of(load, [(sweep.label(arm), values(arm, load), step) for arm, step in rungs], noise(load))
@@ -198,10 +195,7 @@ def steps(times: GpuTimes, rungs: Sequence[tuple[str, str | None]]) -> str | Non
         said = []
         for name, change in steps_of(made):
             if change is not None:
-                low, high = change.low, change.high
-                spread = (
-                    f" (n = {change.n})" if low is None or high is None else f" ({percent(low)} to {percent(high)})"
-                )
+                spread = f" ({percent_within(change) or f'n = {change.n}'})"
                 quiet = ", noise" if within_noise(change, made.noise) else ""
                 said.append(f"{name} {percent(change.mean)}{spread}{quiet}")
         if said:

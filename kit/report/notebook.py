@@ -50,6 +50,12 @@ class Evidence:
     def _cells_of(self, run: Run) -> list[CellRecord]:
         return [cell for cell in run.cells() if cell.cell.experiment == self.experiment]
 
+    def with_cells(self, cells: Sequence[CellRecord]) -> Evidence:
+        """The same runs, with these cells in place of theirs."""
+        made = Evidence(self.experiment, self.runs)
+        made.__dict__["cells"] = list(cells)  # what the cached property would hold
+        return made
+
     @property
     def run_records(self) -> list[RunRecord]:
         """``run.json`` of each run."""

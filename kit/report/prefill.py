@@ -28,10 +28,10 @@ from kit.deferred.model import (
 from kit.deferred.runner import DETAILS, identity
 from kit.engines.exllamav3 import ArmSettings, chunks
 from kit.errors import KitError
-from kit.figures.figure import Figure, NotRecorded, listed, number, times
+from kit.figures.figure import Figure, NotRecorded, listed, number, times, times_within
 from kit.figures.memory_bill import MIB, MemoryRow
 from kit.figures.prefill_depth import DepthFit, DepthPoint, DepthSeries, fit_depths
-from kit.figures.sweep import Effect, Sweep
+from kit.figures.sweep import Effect, Sweep, sentence_case
 from kit.figures.timeline_gpus import Lanes, timeline_gpus
 from kit.measure import plan
 from kit.records.metrics import ratio
@@ -166,6 +166,20 @@ class Part:
             and (s.depth != 1 or s.unblock or s.mtp_gpu == "last")
         ]  # fmt: skip
 
+    def effects(self, length: float, baseline: str | None = None, metric: str = "input_tps") -> list[Effect]:
+        """The remedies measured at a length, against an arm (None: no MTP)."""
+        found = (self.sweep.effect(metric, arm, length, baseline=baseline) for arm in self.remedies)
+        return [effect for effect in found if effect is not None]
+
+    @cached_property
+    def timelines(self) -> list[dict[str, Any]]:
+        """The recorded timelines (``kit.deferred.timeline``), those of the part's own run first."""
+        return [
+            json.loads(path.read_text())
+            for run in (self.run, *self.others)
+            for path in sorted(run.folder.glob("timeline-*.json"))
+        ]
+
     @cached_property
     def details(self) -> list[dict[str, Any]]:
         """The lines of ``prefill.jsonl``; none if the run has no such file."""
@@ -241,9 +255,7 @@ def _named(evidence: Evidence) -> Evidence:
         arm = cell.arm.model_copy(update={"label": cell.arm.label.replace(", head on the last GPU", "")})
         return cell.model_copy(update={"arm": arm})
 
-    made = Evidence(evidence.experiment, evidence.runs)
-    made.__dict__["cells"] = [named(cell) for cell in evidence.cells]  # what the cached property would hold
-    return made
+    return evidence.with_cells([named(cell) for cell in evidence.cells])
 
 
 def with_depths(of: Sequence[Part]) -> list[Part]:
@@ -265,8 +277,8 @@ def answers(part: Part) -> list[str]:
         if stock is None:
             continue
         n = f" (n = {stock.ratio.n})" if stock.ratio.low is None else ""
-        text = f"{length:,} tokens: stock MTP reads the prompt at {_interval(stock.ratio)} the speed of no MTP{n}"
-        over = [e for arm in part.remedies if (e := part.sweep.effect("input_tps", arm, length, baseline=STOCK))]
+        text = f"{length:,} tokens: stock MTP reads the prompt at {times_within(stock.ratio)} the speed of no MTP{n}"
+        over = part.effects(length, STOCK)
         known = [e for e in over if e.verdict != "unknown"]
         beyond = sorted((e for e in known if e.verdict == "above"), key=lambda e: -e.ratio.mean)
         if beyond:
@@ -278,14 +290,14 @@ def answers(part: Part) -> list[str]:
             top = max(known, key=lambda e: e.ratio.mean)
             text += (
                 f"; no remedy differs from stock by more than the noise (the highest, {part.sweep.label(top.arm)}: "
-                f"{_interval(top.ratio)} stock)"
+                f"{times_within(top.ratio)} stock)"
             )
         if over and not known:
             text += (
                 f"; with n = {len(part.values('input_tps', STOCK, length))} of stock no remedy can be judged against it"
             )
-            told = [(arm, e) for arm in part.remedies if (e := part.sweep.effect("input_tps", arm, length))]
-            sure = [f"{part.sweep.label(arm)} {_interval(e.ratio)}" for arm, e in told if e.ratio.low is not None]
+            told = [e for e in part.effects(length) if e.ratio.low is not None]
+            sure = [f"{part.sweep.label(e.arm)} {times_within(e.ratio)}" for e in told]
             text += f". Against no MTP: {listed(sure)}" if sure else ""
         said.append(text + ".")
     said += [*_yardstick(part), *_floor(part), *_pace(part), *_outliers(part), *_exactness(part)]
@@ -299,16 +311,18 @@ def answers(part: Part) -> list[str]:
 
 
 SMALL_QUEUE_MIB = 256
+"""A queue up to this size is advised where inputs cannot be unblocked."""
 
 
 def _in_short(part: Part) -> list[str]:
     """What to do on a layout like this, at the longest prompt; nothing where no remedy is above the noise."""
     length = part.lengths[-1]
-    over = [e for arm in part.remedies if (e := part.sweep.effect("input_tps", arm, length, baseline=STOCK))]
-    above = sorted((e for e in over if e.verdict == "above"), key=lambda e: -e.ratio.mean)
+    above = sorted((e for e in part.effects(length, STOCK) if e.verdict == "above"), key=lambda e: -e.ratio.mean)
     if not above or part.gpus == 1:
         return []
-    text = f"In short, at {length:,} tokens: {part.sweep.label(above[0].arm)} gives {_interval(above[0].ratio)} stock"
+    text = (
+        f"In short, at {length:,} tokens: {part.sweep.label(above[0].arm)} gives {times_within(above[0].ratio)} stock"
+    )
     queues = [
         (e, peak)
         for e in above
@@ -319,13 +333,13 @@ def _in_short(part: Part) -> list[str]:
     if queues and part.arms[above[0].arm].unblock:
         effect, peak = queues[0]
         text += (
-            f"; where inputs cannot be unblocked, {part.sweep.label(effect.arm)} gives {_interval(effect.ratio)} for "
-            f"{number(peak / MIB)} MiB"
+            f"; where inputs cannot be unblocked, {part.sweep.label(effect.arm)} gives {times_within(effect.ratio)} "
+            f"for {number(peak / MIB)} MiB"
         )
     last = part.sweep.effect("input_tps", "stock-last", length, baseline=STOCK)
     if last is not None and part.arms[above[0].arm].unblock:
         text += (
-            f". (That arm is two changes: the head on the last GPU alone gives {_interval(last.ratio)}; unblocked "
+            f". (That arm is two changes: the head on the last GPU alone gives {times_within(last.ratio)}; unblocked "
             "inputs with the head on the first were not measured.)"
         )
     return [text if text.endswith(")") else text + "."]
@@ -336,7 +350,7 @@ MOST_NAMED = 3
 
 
 def _gain(part: Part, effect: Effect) -> str:
-    text = f"{part.sweep.label(effect.arm)} {_interval(effect.ratio)}"
+    text = f"{part.sweep.label(effect.arm)} {times_within(effect.ratio)}"
     peak = part.server("queue_peak_bytes", effect.arm, effect.load)
     return text + (f" with a queue of {number(peak / MIB)} MiB" if peak else "")
 
@@ -351,18 +365,17 @@ def _yardstick(part: Part) -> list[str]:
         base = part.sweep.effect("input_tps", UNBLOCKED, length) if UNBLOCKED in part.sweep.arms else None
         if base is None:
             continue
-        over = [e for arm in part.remedies if (e := part.sweep.effect("input_tps", arm, length))]
-        if over:
+        if over := part.effects(length):
             top = max(over, key=lambda e: e.ratio.mean)
             said.append(
                 f"{length:,} tokens: against no MTP as it comes, the best remedy ({part.sweep.label(top.arm)}) reads "
-                f"at {_interval(top.ratio)} the speed."
+                f"at {times_within(top.ratio)} the speed."
             )
-        text = f"{length:,} tokens: unblocked inputs also change no MTP, {_interval(base.ratio)}"
+        text = f"{length:,} tokens: unblocked inputs also change no MTP, {times_within(base.ratio)}"
         others = [
-            f"{part.sweep.label(arm)} {_interval(e.ratio)}"
-            for arm in part.remedies
-            if part.arms[arm].unblock and (e := part.sweep.effect("input_tps", arm, length, baseline=UNBLOCKED))
+            f"{part.sweep.label(e.arm)} {times_within(e.ratio)}"
+            for e in part.effects(length, UNBLOCKED)
+            if part.arms[e.arm].unblock
         ]
         said.append(text + (f". Against that, {listed(others)}: this is what MTP still costs." if others else "."))
     return said
@@ -375,26 +388,27 @@ def arms_headline(part: Part) -> str | None:
     """
     length = part.lengths[-1]
     stock = part.sweep.effect("input_tps", STOCK, length)
-    freed = UNBLOCKED if UNBLOCKED in part.sweep.arms else None
-    over = [
-        (part.sweep.effect("input_tps", arm, length, baseline=freed if part.arms[arm].unblock else None), arm)
-        for arm in part.remedies
-    ]
-    best = max(((e, arm) for e, arm in over if e), key=lambda pair: pair[0].ratio.mean, default=None)
-    if stock is None or freed is None or best is None or stock.ratio.low is None or best[0].ratio.low is None:
+    if stock is None or UNBLOCKED not in part.sweep.arms:
         return None
-    effect, arm = best
-    base = part.sweep.label(freed if part.arms[arm].unblock else NO_MTP)
+    fair = [
+        (base, e)
+        for base, freed in ((NO_MTP, False), (UNBLOCKED, True))
+        for e in part.effects(length, base)
+        if part.arms[e.arm].unblock is freed
+    ]
+    base, best = max(fair, key=lambda pair: pair[1].ratio.mean, default=(None, None))
+    if base is None or best is None or stock.ratio.low is None or best.ratio.low is None:
+        return None
     return (
-        f"Stock MTP reads {length:,} tokens at {times(stock.ratio.mean)} the speed of no MTP; {part.sweep.label(arm)}: "
-        f"{times(effect.ratio.mean)} that of {base}"
+        f"Stock MTP reads {length:,} tokens at {times(stock.ratio.mean)} the speed of no MTP; "
+        f"{part.sweep.label(best.arm)}: {times(best.ratio.mean)} that of {part.sweep.label(base)}"
     )
 
 
 def decode_caption(part: Part) -> str:
     """How small a difference in output rate could have been seen at the longest prompt."""
-    effects = [part.sweep.effect("decode_tps", arm, part.lengths[-1], baseline=STOCK) for arm in part.remedies]
-    wide = [e.ratio for e in effects if e and e.ratio.low is not None and e.ratio.high is not None]
+    ratios = [e.ratio for e in part.effects(part.lengths[-1], STOCK, "decode_tps")]
+    wide = [r for r in ratios if r.low is not None and r.high is not None]
     text = f"An answer has {part.answer_tokens} tokens."
     if wide:
         usual = sorted(wide, key=lambda r: (r.high or 1.0) / (r.low or 1.0))[len(wide) // 2]
@@ -445,22 +459,20 @@ def where_in_prompt(from_token: int | None) -> str:
 def own_work(part: Part) -> list[OwnWork]:
     """Of every timeline of an arm that runs MTP passes and defers none, so that a chunk's pass is in its turn; the
     part's own run before others."""
-    found = []
-    for run in (part.run, *part.others):
-        for path in sorted(run.folder.glob("timeline-*.json")):
-            text = json.loads(path.read_text())
-            settings = part.arms.get(text["arm"])
-            if settings is None or settings.drafting != "mtp" or settings.depth != 1 or settings.coalesce:
-                continue
-            spent = dict.fromkeys(("target", "mtp"), 0.0)
-            for gpu in text["gpus"]:
-                for begin, end, label in gpu["spans"]:
-                    if label in spent:
-                        spent[label] += (end - begin) / text["chunks"] / 1000
-            seen = {(work.arm, work.from_token) for work in found}
-            if all(spent.values()) and (text["arm"], text.get("from_token")) not in seen:
-                found.append(OwnWork(text["arm"], text["label"], text.get("from_token"), spent["target"], spent["mtp"]))
-    return found
+    found: dict[tuple[str, int | None], OwnWork] = {}
+    for text in part.timelines:
+        arm, from_token = text["arm"], text.get("from_token")
+        settings = part.arms.get(arm)
+        if settings is None or settings.drafting != "mtp" or settings.depth != 1 or settings.coalesce:
+            continue
+        spent = dict.fromkeys(("target", "mtp"), 0.0)
+        for gpu in text["gpus"]:
+            for begin, end, label in gpu["spans"]:
+                if label in spent:
+                    spent[label] += (end - begin) / text["chunks"] / 1000
+        if all(spent.values()):
+            found.setdefault((arm, from_token), OwnWork(arm, text["label"], from_token, **spent))
+    return list(found.values())
 
 
 def own_work_table(of: Sequence[Part]) -> pd.DataFrame:
@@ -547,11 +559,6 @@ def _exactness(part: Part) -> list[str]:
     if caches[False]:
         text += f", and in {sum(caches[False])} of {len(caches[False])} with coalesced passes, which do not claim it"
     return [text + "."]
-
-
-def _interval(e: Any) -> str:
-    text = times(e.mean)
-    return text if e.low is None else f"{text} ({number(e.low, 3)} to {number(e.high, 3)})"
 
 
 # ------------------------------------------------------------------------------------------------------ input by depth
@@ -756,14 +763,12 @@ def lanes(part: Part) -> list[Lanes]:
     Raises NotRecorded if there is none.
     """
     found: dict[str, Lanes] = {}
-    for run in (part.run, *part.others):
-        for path in sorted(run.folder.glob("timeline-*.json")):
-            text = json.loads(path.read_text())
-            gpus = {int(g["device"]): [(b, e, label) for b, e, label in g["spans"]] for g in text["gpus"]}
-            if text["arm"] not in found and any(gpus.values()):
-                host = [(b, e, label) for b, e, label in text.get("host", ())]
-                waits = [(b, e) for b, e, call in text.get("host_waits", ()) if call != PROFILE_END]
-                found[text["arm"]] = Lanes(text["label"], gpus, host, text.get("chunks"), waits, checkpoints(text))
+    for text in part.timelines:
+        gpus = {int(g["device"]): [(b, e, label) for b, e, label in g["spans"]] for g in text["gpus"]}
+        if text["arm"] not in found and any(gpus.values()):
+            host = [(b, e, label) for b, e, label in text.get("host", ())]
+            waits = [(b, e) for b, e, call in text.get("host_waits", ()) if call != PROFILE_END]
+            found[text["arm"]] = Lanes(text["label"], gpus, host, text.get("chunks"), waits, checkpoints(text))
     if not found:
         raise NotRecorded("no timeline of the GPUs was recorded")
     speed = {arm: part.mean("input_tps", arm, part.lengths[-1]) or 0.0 for arm in found}
@@ -837,24 +842,21 @@ BETWEEN_US = 20_000.0
 
 
 def host_times(part: Part) -> list[HostTime]:
-    """Of every timeline of the part that has the host's spans, early chunks before late ones. Raises NotRecorded if
-    there is none.
+    """Of every timeline of the part that has the host's spans, one an arm. Raises NotRecorded if there is none.
 
     Arms that defer are left out: their three chunks hold the passes of all the chunks that were queued.
     """
-    found = []
-    for run in (part.run, *part.others):
-        for path in sorted(run.folder.glob("timeline-*.json")):
-            text = json.loads(path.read_text())
-            settings = part.arms.get(text["arm"])
-            if settings is not None and settings.depth != 1:
-                continue
-            made = host_time(text)
-            if made is not None and made.label not in {f.label for f in found}:
-                found.append(made)
+    found: dict[str, HostTime] = {}
+    for text in part.timelines:
+        settings = part.arms.get(text["arm"])
+        if settings is not None and settings.depth != 1:
+            continue
+        made = host_time(text)
+        if made is not None:
+            found.setdefault(made.label, made)
     if not found:
         raise NotRecorded("no timeline tells where the host's time went")
-    return found
+    return list(found.values())
 
 
 def host_time(timeline: dict[str, Any]) -> HostTime | None:
@@ -974,7 +976,7 @@ def timeline(part: Part) -> Figure:
         return figure
     return replace(
         figure,
-        headline=f"{first.label[:1].upper()}{first.label[1:]}: {first.where} the host sets the pace, with "
+        headline=f"{sentence_case(first.label)}: {first.where} the host sets the pace, with "
         f"{number(own, 3)} ms of its own work per chunk against {number(slowest, 3)} ms on the busier GPU",
     )
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pandas as pd
 
 from kit.errors import KitError
-from kit.figures.figure import NotRecorded, listed, percent, times
+from kit.figures.figure import NotRecorded, listed, percent, times_within
 from kit.figures.sweep import Effect, Sweep
 from kit.figures.timeline_policy import Timeline
 from kit.figures.waterfall import Ladder, ladders
@@ -24,7 +24,6 @@ from kit.records.stats import MIN_REPEATS_FOR_INTERVAL, estimate
 from kit.records.store import Run
 from kit.report import gpu_time
 from kit.report.notebook import Evidence
-from kit.report.samples import samples_of
 
 _WIDTH = re.compile(r"^(?:b|w|width-)(\d+)$")
 
@@ -62,7 +61,7 @@ def steady(evidence: Evidence) -> Evidence:
     """
     rough = unsteady_loads(evidence)
     cells = [c for c in evidence.cells if UNSTEADY_FLAG not in c.flags and c.cell.load.value not in rough]
-    return _only(evidence, cells) if any(c.status == "ok" for c in cells) else evidence
+    return evidence.with_cells(cells) if any(c.status == "ok" for c in cells) else evidence
 
 
 def unsteady_loads(evidence: Evidence) -> list[float]:
@@ -110,9 +109,7 @@ def counted(evidence: Evidence) -> Evidence:
         }
         lacking = {tag: v for tag, v in told.items() if v is not None and cell.metrics.get(tag) is None}
         cells.append(cell.model_copy(update={"metrics": {**cell.metrics, **lacking}}) if lacking else cell)
-    made = Evidence(evidence.experiment, evidence.runs)
-    made.__dict__["cells"] = cells  # what the cached property would hold
-    return made
+    return evidence.with_cells(cells)
 
 
 def best_width(evidence: Evidence) -> str | None:
@@ -167,8 +164,7 @@ def ladder_flags(evidence: Evidence, *, every: bool = False) -> list[str]:
 
 def pool_caption(evidence: Evidence) -> str:
     """Who decided the pools, and what memory they and the drafts' states take; empty where no pool was declared."""
-    declared = [a.get("mtp_pool_tokens") for c in evidence.cells if (a := c.arm.settings).get("pool") == "mtp"]
-    if not any(declared):
+    if not any(c.arm.settings.get("pool") == "mtp" and c.arm.settings.get("mtp_pool_tokens") for c in evidence.cells):
         return ""
     good = [c for c in evidence.cells if c.status == "ok"]
     pools = []
@@ -229,6 +225,8 @@ def ladder_caption(evidence: Evidence) -> str:
     return " ".join(said)
 
 
+QUEUED = "sglang:num_queue_reqs"
+
 NEAR_FULL = 0.5
 """Below this part of the KV pool in use, with nothing queued, a smaller pool cannot have cost anything."""
 
@@ -237,12 +235,22 @@ def pool_unused(evidence: Evidence) -> float | None:
     """The largest part of a KV pool that was in use, if it never came near full and nothing was queued; else None."""
     good = [c for c in evidence.cells if c.status == "ok"]
     usage = [u for c in good if (u := c.server.get("sglang:token_usage")) is not None]
-    queued = any(c.server.get("sglang:num_queue_reqs") for c in good)
+    queued = any(c.server.get(QUEUED) for c in good)
     return max(usage) if usage and max(usage) < NEAR_FULL and not queued else None
 
 
-def causes(evidence: Evidence) -> list[str]:
+def timers(evidence: Evidence) -> gpu_time.GpuTimes | None:
+    """The server's GPU time (:mod:`kit.report.gpu_time`); None where it was not recorded."""
+    try:
+        return gpu_time.gpu_times(evidence)
+    except NotRecorded:
+        return None
+
+
+def causes(evidence: Evidence, times_there: gpu_time.GpuTimes | None = None) -> list[str]:
     """Which cause the data support, from the ladder, the widths and the server's own figures; each with its n.
+
+    ``times_there``: of :func:`timers`, if they were read already.
 
     Raises NotRecorded where the experiment is no ablation.
     """
@@ -250,7 +258,8 @@ def causes(evidence: Evidence) -> list[str]:
         raise NotRecorded("causes need the arms of the ablation; they were not recorded")
     usable = steady(evidence)
     sweep, pair = usable.sweep(), isolation(evidence)
-    said = [*_whole(sweep, best_width(evidence)), *_drafting(usable, pair)]
+    best = best_width(evidence)
+    said = [*_whole(sweep, best), *_drafting(usable, pair)]
     carried = _steps_between(sweep, "a-capped", "b0")
     if carried:
         said.append(
@@ -258,21 +267,19 @@ def causes(evidence: Evidence) -> list[str]:
             f"output by {_told(sweep, carried)} ({_n(carried)}).{_extend_share(evidence)}"
         )
     said += _capacity(evidence, sweep)
-    try:
-        times_there = gpu_time.gpu_times(evidence)
-    except NotRecorded:
-        times_there = None
-    best = best_width(evidence)
+    times_there = times_there or timers(evidence)
     if times_there and best:
         loads, rough = evidence.sweep().loads, unsteady_loads(evidence)
-        accepted = {load: _counted(evidence, best, load) for load in loads}
+        told = counted(evidence).sweep()
         texts = (
             gpu_time.steps(times_there, rungs_in_gpu_time(evidence)),
             gpu_time.shrinking(
                 times_there,
                 "a-capped",
                 best,
-                tokens_per_step={load: None if a is None else 1 + a for load, a in accepted.items()},
+                tokens_per_step={
+                    load: e.mean if (e := told.estimate("tokens_per_step", best, load)) else None for load in loads
+                },
                 steady=[load for load in loads if load not in rough],
             ),
         )
@@ -290,34 +297,16 @@ def causes(evidence: Evidence) -> list[str]:
     return said
 
 
-def _counted(evidence: Evidence, arm: str, load: float) -> float | None:
-    """Accepted drafts a request and step, by the server's counters; mean over the repeats."""
-    found = estimate(
-        [
-            c.server.get("drive.accepted_per_verify")
-            for c in evidence.cells
-            if c.status == "ok" and (c.cell.arm, c.cell.load.value) == (arm, load)
-        ]
-    )
-    return found.mean if found else None
-
-
 def _whole(sweep: Sweep, best: str | None) -> list[str]:
     """The question of an operator: a deployment with MTP against one without."""
     effects = _steps_between(sweep, "a", best) if best else []
     if not effects:
         return []
-    told = [f"{times_with_interval(e)} at {sweep.at(e.load)}" for e in effects]
+    told = [f"{times_within(e.ratio)} at {sweep.at(e.load)}" for e in effects]
     return [
         f"The whole: against a deployment without MTP ({sweep.label('a')}), {sweep.label(best or '')} gives "
         f"{listed(told)} of the output ({_n(effects)})."
     ]
-
-
-def times_with_interval(effect: Effect) -> str:
-    """A ratio with its interval, where it has one: 2.76× (2.42 to 3.15)."""
-    low, high = effect.ratio.low, effect.ratio.high
-    return times(effect.ratio.mean) + ("" if low is None or high is None else f" ({low:.3g} to {high:.3g})")
 
 
 def _drafting(evidence: Evidence, pair: Sweep) -> list[str]:
@@ -348,9 +337,10 @@ def _capacity(evidence: Evidence, sweep: Sweep) -> list[str]:
     said = []
     loads = sorted({c.cell.load.value for c in evidence.cells if c.status == "ok"})
     at_load = {load: [c for c in evidence.cells if c.cell.load.value == load] for load in loads}
-    usage = {load: pool_unused(_only(evidence, cells)) for load, cells in at_load.items()}
+    usage = {load: pool_unused(evidence.with_cells(cells)) for load, cells in at_load.items()}
     idle = [load for load in loads if usage[load] is not None]
-    pool = [e for e in _steps_between(sweep, "a", "a-capped") if e.load in idle]
+    steps = {e.load: e for e in _steps_between(sweep, "a", "a-capped")}
+    pool = [e for load, e in steps.items() if load in idle]
     if pool:
         most = max(usage[e.load] or 0.0 for e in pool)
         said.append(
@@ -363,7 +353,7 @@ def _capacity(evidence: Evidence, sweep: Sweep) -> list[str]:
         held, free = _together(evidence, "a-capped", load, waiting=True), _together(evidence, "a", load, waiting=False)
         if load in idle or held is None or free is None:
             continue
-        step = next((e for e in _steps_between(sweep, "a", "a-capped") if e.load == load), None)
+        step = steps.get(load)
         cost = f"In output that is {percent(step.ratio.mean)} ({_n([step])})." if step else ""
         said.append(
             f"Capacity at {sweep.at(load)}: where MTP's pool is full it holds {held[0]:.0f} requests and {held[1]:.0f} "
@@ -382,8 +372,8 @@ def _together(evidence: Evidence, arm: str, load: float, *, waiting: bool) -> tu
             if cell.cell.experiment != evidence.experiment or (cell.cell.arm, cell.cell.load.value) != (arm, load):
                 continue
             start, end = cell.window_ns or (0, 0)
-            for sample in samples_of(run, cell):
-                running, queued = sample.values.get(RUNNING), sample.values.get(QUEUED)
+            for sample in run.samples(cell.cell):
+                running, queued = sample.values.get(gpu_time.RUNNING), sample.values.get(QUEUED)
                 if running is None or queued is None or not start <= sample.t_ns <= end:
                     continue
                 if running + queued >= gpu_time.ALL_RUNNING * load and (queued > 0 or not waiting):
@@ -391,15 +381,6 @@ def _together(evidence: Evidence, arm: str, load: float, *, waiting: bool) -> tu
     if not found:
         return None
     return sum(r for r, _ in found) / len(found), sum(q for _, q in found) / len(found)
-
-
-RUNNING, QUEUED = "sglang:num_running_reqs", "sglang:num_queue_reqs"
-
-
-def _only(evidence: Evidence, cells: Sequence[CellRecord]) -> Evidence:
-    made = Evidence(evidence.experiment, evidence.runs)
-    made.__dict__["cells"] = list(cells)
-    return made
 
 
 def _extend_share(evidence: Evidence) -> str:
@@ -455,7 +436,7 @@ def timelines(evidence: Evidence, bin_s: float = 1.0) -> list[Timeline]:
     order = [arm for arm in evidence.order if arm in first] or sorted(first)
     for arm in order:
         run, cell = first[arm]
-        samples = samples_of(run, cell)
+        samples = run.samples(cell.cell)
         if samples and cell.window_ns:
             found.append(_timeline(run, cell, samples, bin_s, totals.get(arm, [])))
     if not found:
